@@ -1,0 +1,75 @@
+"""boostax: train JAX, Flax and Optax networks in less time, fewer steps or less memory.
+
+The public names, in the order of the pipeline. Each is imported when first used, so that
+``import boostax`` costs next to nothing on top of JAX, Flax and Optax.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from boostax.auto import AutoBoost as AutoBoost
+    from boostax.config import BoostConfig as BoostConfig
+    from boostax.config import load_config as load_config
+    from boostax.errors import ConfigError as ConfigError
+    from boostax.errors import MissingExtraError as MissingExtraError
+    from boostax.errors import StateMismatchError as StateMismatchError
+    from boostax.gradients.forward_order import forward_order as forward_order
+    from boostax.gradients.microbatch import microbatch as microbatch
+    from boostax.training.contract import LossAux as LossAux
+    from boostax.training.state import TrainState as TrainState
+    from boostax.training.step import train_step as train_step
+    from boostax.updates.accumulate import AccumulateState as AccumulateState
+    from boostax.updates.accumulate import accumulate as accumulate
+    from boostax.updates.accumulate import flush as flush
+    from boostax.updates.accumulate import has_updated as has_updated
+    from boostax.updates.centralize import centralize as centralize
+    from boostax.updates.freeze import FreezeState as FreezeState
+    from boostax.updates.freeze import Freezing as Freezing
+    from boostax.updates.freeze import freeze as freeze
+    from boostax.updates.freeze_schedule import freeze_schedule as freeze_schedule
+    from boostax.updates.parameter_groups import parameter_groups as parameter_groups
+
+# Name -> module. Front door, model seam, gradient seam, update seam, training, errors.
+_HOME = {
+    "AutoBoost": "auto",
+    "BoostConfig": "config",
+    "load_config": "config",
+    "forward_order": "gradients.forward_order",
+    "microbatch": "gradients.microbatch",
+    "accumulate": "updates.accumulate",
+    "AccumulateState": "updates.accumulate",
+    "flush": "updates.accumulate",
+    "has_updated": "updates.accumulate",
+    "parameter_groups": "updates.parameter_groups",
+    "freeze_schedule": "updates.freeze_schedule",
+    "Freezing": "updates.freeze",
+    "FreezeState": "updates.freeze",
+    "freeze": "updates.freeze",
+    "centralize": "updates.centralize",
+    "LossAux": "training.contract",
+    "TrainState": "training.state",
+    "train_step": "training.step",
+    "ConfigError": "errors",
+    "MissingExtraError": "errors",
+    "StateMismatchError": "errors",
+}
+
+__version__ = "0.1.0"
+__all__ = list(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        from boostax.errors import did_you_mean
+
+        raise AttributeError(f"module 'boostax' has no attribute {name!r}.{did_you_mean(name, _HOME)}")
+    value = getattr(importlib.import_module(f"boostax.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

@@ -1,0 +1,99 @@
+"""What a gradient transformation says of itself, so that a chain can be described and checked."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import optax
+
+_ATTRIBUTE = "__boostax_info__"
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformInfo:
+    """The description of one transformation.
+
+    Attributes:
+      name: its public name, such as ``"accumulate"``.
+      settings: argument names and values, for the description.
+      inner: the transformation that it wraps, if any.
+      static: the frozen object that both seams share (a ``Freezing``, say), if any.
+    """
+
+    name: str
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    inner: Any = None
+    static: Any = None
+
+
+def with_info(
+    tx: optax.GradientTransformationExtraArgs, info: TransformInfo
+) -> optax.GradientTransformationExtraArgs:
+    """Attach ``info`` to a transformation and return it."""
+    setattr(tx.update, _ATTRIBUTE, info)
+    return tx
+
+
+def walk(tx: Any) -> Iterator[TransformInfo]:
+    """Yield what is in a transformation, outermost first, through chains and wrappers.
+
+    boostax's own transformations carry their description. For others the name of the function
+    that made them is all there is; their closures are searched for transformations within.
+    """
+    yield from _walk_function(getattr(tx, "update", tx), set())
+
+
+def find(tx: Any, name: str) -> TransformInfo | None:
+    """Return the first description called ``name`` inside ``tx``, or None."""
+    return next((info for info in walk(tx) if info.name == name), None)
+
+
+def _walk_function(function: Any, seen: set[int]) -> Iterator[TransformInfo]:
+    # Bound methods (MultiSteps and user classes) keep their parts on the instance.
+    owner = getattr(function, "__self__", None)
+    function = getattr(function, "__func__", function)
+    if id(function) in seen and owner is None:
+        return
+    seen.add(id(function))
+    info = getattr(function, _ATTRIBUTE, None)
+    if info is not None:
+        yield info
+        if info.inner is not None:
+            yield from _walk_function(info.inner.update, seen)
+        return
+    if owner is not None:
+        if id(owner) in seen:
+            return
+        seen.add(id(owner))
+        yield TransformInfo(type(owner).__name__)
+        yield from _walk_values(list(vars(owner).values()), seen)
+        return
+    inner = list(_walk_values(_closure(function), seen))
+    name = getattr(function, "__qualname__", "").split(".")[0]
+    if name not in {"chain", "named_chain", "with_extra_args_support", ""}:
+        yield TransformInfo(name)
+    yield from inner
+
+
+def _closure(function: Any) -> list[Any]:
+    values = []
+    for cell in getattr(function, "__closure__", None) or ():
+        try:
+            values.append(cell.cell_contents)
+        except ValueError:  # a cell that is not filled yet
+            continue
+    return values
+
+
+def _walk_values(values: list[Any], seen: set[int]) -> Iterator[TransformInfo]:
+    for value in values:
+        if isinstance(value, optax.GradientTransformation):
+            yield from _walk_function(value.update, seen)
+        elif isinstance(value, (tuple, list)):
+            yield from _walk_values(list(value), seen)
+        elif isinstance(value, dict):
+            yield from _walk_values(list(value.values()), seen)
+        elif callable(value) and getattr(value, "__name__", "") in {"update_fn", "update"}:
+            yield from _walk_function(value, seen)

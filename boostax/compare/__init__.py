@@ -1,0 +1,1 @@
+"""Paired, timed comparisons of a boosted run with a plain one."""

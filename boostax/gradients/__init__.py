@@ -1,0 +1,1 @@
+"""Gradient seam: from a loss to its value and gradients, one technique a file."""

@@ -1,0 +1,1 @@
+"""Training: the loss contract, the train state and the train step."""

@@ -1,0 +1,1 @@
+"""Update seam: gradient transformations, one technique a file."""

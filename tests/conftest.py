@@ -1,0 +1,40 @@
+"""Eight simulated devices, strict ranks, and a compilation cache for the whole suite."""
+
+import os
+import pathlib
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = (
+        os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    ).strip()
+
+import hypothesis
+import jax
+import numpy as np
+import pytest
+
+_CACHE = os.environ.get(
+    "BOOSTAX_TEST_CACHE", str(pathlib.Path(__file__).resolve().parents[1] / ".cache" / "jax")
+)
+jax.config.update("jax_compilation_cache_dir", _CACHE)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+hypothesis.settings.register_profile(
+    "boostax", deadline=None, max_examples=25, derandomize=True, database=None
+)
+hypothesis.settings.load_profile("boostax")
+
+
+@pytest.fixture
+def reference():
+    """Load a file of reference values: ``reference("c_gradient_accumulation")["k3_w0_0"]``."""
+
+    def load(name: str) -> dict[str, np.ndarray]:
+        path = pathlib.Path(__file__).parent / "reference" / f"{name}.npz"
+        with np.load(path, allow_pickle=False) as file:
+            return dict(file)
+
+    return load
