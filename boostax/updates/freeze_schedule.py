@@ -32,9 +32,9 @@ def freeze_schedule(
 
     * ``"continuous"`` repeats ``z`` zeros followed by ``1, 2, ..., G - 1``, where
       :math:`z = \lfloor p (G - 1) / (1 - p) \rfloor`.
-    * ``"interval"`` starts with 0, then takes 0 whenever the share of zeros so far is below ``p``,
-      and else draws an index from ``1 ... G - 1`` with probabilities proportional to
-      ``G - 1, ..., 2, 1``: few frozen layers are likelier than many.
+    * ``"interval"`` starts with 0, then, while the share of frozen windows is below ``1 - p``,
+      draws an index from ``1 ... G - 1`` with probabilities proportional to
+      ``G - 1, ..., 2, 1``: few frozen layers are likelier than many. Otherwise it takes 0.
     * ``"ramp"`` never goes back: 0 for the first ``p * total_steps`` windows, then equally long
       stretches of ``1, 2, ..., G - 1``. Most published freezing results use this kind.
 
@@ -109,11 +109,10 @@ def _interval(groups: int, share: float, steps: int, seed: int) -> np.ndarray:
     indices = np.arange(groups - 1, 0, -1)
     probabilities = np.arange(1, groups) / (groups * (groups - 1) // 2)
     frozen = np.zeros(steps, bool)
-    zeros, others = 1, 0
+    others = 0
     for step in range(1, steps):
-        if zeros / (zeros + others) < share:
-            zeros += 1
-        else:
+        # Compared as shares of frozen windows: 1 - 0.7 is not 0.3, and ties are frequent.
+        if others / step < 1 - share:
             frozen[step] = True
             others += 1
     # RandomState.choice(indices, p=...) one by one, in one go: the same draws and the same search.
