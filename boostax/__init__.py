@@ -65,7 +65,9 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         from boostax.errors import did_you_mean
 
-        raise AttributeError(f"module 'boostax' has no attribute {name!r}.{did_you_mean(name, _HOME)}")
+        raise AttributeError(
+            f"module 'boostax' has no attribute {name!r}.{did_you_mean(name, _HOME)}"
+        )
     value = getattr(importlib.import_module(f"boostax.{_HOME[name]}"), name)
     globals()[name] = value
     return value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import optax
@@ -20,12 +20,15 @@ class TransformInfo:
       settings: argument names and values, for the description.
       inner: the transformation that it wraps, if any.
       static: the frozen object that both seams share (a ``Freezing``, say), if any.
+      fates: tells what happens to each parameter: ``fates(params) -> {path: text}``; paths that it
+        leaves out are not concerned.
     """
 
     name: str
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     inner: Any = None
     static: Any = None
+    fates: Callable[[Any], Mapping[str, str]] | None = None
 
 
 def with_info(

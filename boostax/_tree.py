@@ -27,7 +27,9 @@ def path_string(key_path: Sequence[Any]) -> str:
             parts.append(str(entry))
     # An nnx Variable is a pytree node of its own; its child says nothing about the layer.
     is_variable = (
-        len(parts) > 1 and parts[-1] == "value" and not isinstance(key_path[-1], jax.tree_util.DictKey)
+        len(parts) > 1
+        and parts[-1] == "value"
+        and not isinstance(key_path[-1], jax.tree_util.DictKey)
     )
     return "/".join(parts[:-1] if is_variable else parts)
 
@@ -68,7 +70,11 @@ def _is_held(value: Any) -> bool:
 
 
 def map_params_like(
-    fn: Callable[..., Any], state: Any, params: Any, *rest: Any, others: Callable[..., Any] | None = None
+    fn: Callable[..., Any],
+    state: Any,
+    params: Any,
+    *rest: Any,
+    others: Callable[..., Any] | None = None,
 ) -> Any:
     """Map ``fn(leaf, *rest_leaves)`` over the parts of ``state`` that mirror ``params``.
 

@@ -50,13 +50,17 @@ def value_and_grad(loss: CanonicalLoss, *, trainable: Any | None = None) -> Valu
       parameters' dtypes.
     """
 
-    def fn(params: Any, model_state: Any, batch: Any, rng: Any) -> tuple[tuple[jax.Array, LossAux], Any]:
+    def fn(
+        params: Any, model_state: Any, batch: Any, rng: Any
+    ) -> tuple[tuple[jax.Array, LossAux], Any]:
         leaves, treedef = jax.tree.flatten(params)
         flags = trained_leaves(params, trainable)
 
         def of_trained(trained: list[Any]) -> tuple[jax.Array, LossAux]:
             supply = iter(trained)
-            merged = [next(supply) if flag else leaf for flag, leaf in zip(flags, leaves, strict=True)]
+            merged = [
+                next(supply) if flag else leaf for flag, leaf in zip(flags, leaves, strict=True)
+            ]
             return loss(treedef.unflatten(merged), model_state, batch, rng)
 
         trained = [leaf for flag, leaf in zip(flags, leaves, strict=True) if flag]

@@ -17,7 +17,14 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-__all__ = ["CanonicalLoss", "LossAux", "batch_size", "canonical_loss", "declared_keywords", "weight_of"]
+__all__ = [
+    "CanonicalLoss",
+    "LossAux",
+    "batch_size",
+    "canonical_loss",
+    "declared_keywords",
+    "weight_of",
+]
 
 CanonicalLoss = Callable[[Any, Any, Any, Any], tuple[jax.Array, "LossAux"]]
 
@@ -62,18 +69,27 @@ def declared_keywords(loss_fn: Callable[..., Any], argument: str = "loss_fn") ->
     known = ("model_state", "rng")
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     declared = frozenset(
-        k for k in known if takes_any or any(p.name == k and p.kind is not p.POSITIONAL_ONLY for p in parameters)
+        k
+        for k in known
+        if takes_any or any(p.name == k and p.kind is not p.POSITIONAL_ONLY for p in parameters)
     )
     positional = [
-        p.name for p in parameters
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
+        p.name
+        for p in parameters
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        and p.default is p.empty
         and p.name not in declared
     ]
     accepts_two = any(p.kind is p.VAR_POSITIONAL for p in parameters) or (
-        sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.name not in declared for p in parameters) >= 2
+        sum(
+            p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.name not in declared
+            for p in parameters
+        )
+        >= 2
     )
     extra = positional[2:] + [
-        p.name for p in parameters
+        p.name
+        for p in parameters
         if p.kind is p.KEYWORD_ONLY and p.default is p.empty and p.name not in declared
     ]
     if not accepts_two or extra:
@@ -112,7 +128,9 @@ def canonical_loss(
     return loss
 
 
-def check_output(output: Any, has_aux: bool, argument: str = "loss_fn") -> tuple[jax.Array, LossAux]:
+def check_output(
+    output: Any, has_aux: bool, argument: str = "loss_fn"
+) -> tuple[jax.Array, LossAux]:
     """Check what a loss function returned against the contract, and return ``(loss, LossAux)``."""
     if not has_aux:
         if isinstance(output, tuple):
@@ -123,7 +141,8 @@ def check_output(output: Any, has_aux: bool, argument: str = "loss_fn") -> tuple
         output = (output, LossAux())
     if not (isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], LossAux)):
         got = (
-            f"({', '.join(type(o).__name__ for o in output)})" if isinstance(output, tuple)
+            f"({', '.join(type(o).__name__ for o in output)})"
+            if isinstance(output, tuple)
             else type(output).__name__
         )
         raise TypeError(
@@ -164,7 +183,9 @@ def batch_size(batch: Any) -> int:
             )
         sizes[name] = shape[0]
     if not sizes:
-        raise ValueError("batch: no arrays in it; a batch is a pytree of arrays with a leading axis")
+        raise ValueError(
+            "batch: no arrays in it; a batch is a pytree of arrays with a leading axis"
+        )
     if len(set(sizes.values())) > 1:
         raise ValueError(f"batch: the leading sizes differ: {sizes}")
     size = next(iter(sizes.values()))

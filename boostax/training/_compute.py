@@ -1,0 +1,319 @@
+"""The pure function inside a train step."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from boostax.gradients.microbatch import microbatched
+from boostax.gradients.value_and_grad import trained_leaves, value_and_grad
+from boostax.training._windows import after_call
+from boostax.training.batch_stats import recording_momenta
+from boostax.training.contract import CanonicalLoss, LossAux, weight_of
+from boostax.training.metrics import all_finite, global_norm, injected_learning_rate
+from boostax.training.state import TrainState
+from boostax.updates._skip import find_state, skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The static facts of a train step; ``train_step`` documents each."""
+
+    metrics: tuple[str, ...]
+    has_aux: bool
+    microbatch: int
+    stats: str
+    batch_norm_momentum: float | None
+    freezing: Any
+    skip_nonfinite: bool
+    learning_rate: Any
+    window_policy: str | None
+    window_every: Any
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether a call can leave the state as it was (only a LossAux can give a weight of 0)."""
+        return self.skip_nonfinite or self.has_aux
+
+    @property
+    def window_decides(self) -> bool:
+        """Whether ``accumulate`` decides what is skipped, by a policy of its own."""
+        return self.window_policy in ("skip_micro", "skip_window")
+
+    @property
+    def fixed_windows(self) -> bool:
+        """Whether the number of calls a window takes is known without looking at the device."""
+        if self.window_policy is None:
+            return True
+        if not isinstance(self.window_every, (int, np.integer)):
+            return False
+        return self.window_policy == "skip_window" or (
+            self.window_policy == "off" and not self.skip_nonfinite
+        )
+
+    @staticmethod
+    def optional_rng(loss_fn: Callable[..., Any]) -> bool:
+        """Whether the loss gives ``rng`` a default, or takes it only through ``**kwargs``."""
+        parameter = inspect.signature(loss_fn).parameters.get("rng")
+        return parameter is None or parameter.default is not parameter.empty
+
+
+class StepFunction:
+    """``(state, batch, extra, index) -> (state, metrics)``, traced by jit, scan or vmap.
+
+    ``index`` is a static freeze index, or None: then the schedule is read from the state, and all
+    variants are compiled into one function.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        tx: optax.GradientTransformationExtraArgs,
+        loss: CanonicalLoss,
+        *,
+        takes_rng: bool,
+        key_impl: str | None,
+        momenta: Mapping[str, float],
+    ):
+        self.settings = settings
+        self.tx = tx
+        self._takes_rng = takes_rng
+        self._key_impl = key_impl
+        self._momenta = dict(momenta)
+        self._gives_weight = False
+        self._loss = self._noting_weight(loss)
+
+    def __call__(
+        self, state: TrainState, batch: Any, extra: dict[str, Any], index: int | None
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        settings = self.settings
+        rng = self._rng(state)
+        start = state.model_state
+        index, traced_index = self._indices(state, index)
+        with recording_momenta() as momenta:
+            loss, aux, grads, new_stats = self._gradients(
+                state.params, start, batch, rng, index, traced_index
+            )
+        momenta = {**momenta, **self._momenta}
+        trained = self._trained(grads, state.params, index)
+        needs_finite = (
+            "finite" in settings.metrics
+            or settings.skip_nonfinite
+            or (settings.window_decides and start is not None)
+        )
+        finite = all_finite(loss, trained) if needs_finite else None
+        weight = weight_of(aux, batch)
+
+        given: dict[str, Any] = {
+            "value": loss,
+            "grad": grads,
+            "value_fn": lambda params: self._value(params, start, batch, rng),
+            "grad_fn": lambda params, _: self._all_gradients(params, start, batch, rng),
+            "weight": weight,
+        }
+        if settings.freezing is not None:
+            given["freeze_index"] = index if traced_index is None else traced_index
+
+        def update(params: Any, opt_state: Any) -> tuple[Any, Any]:
+            updates, opt_state = self.tx.update(grads, opt_state, params, **{**given, **extra})
+            return optax.apply_updates(params, updates), opt_state
+
+        positive = [weight > 0] if self._gives_weight else []
+        # Inside a window accumulate decides; only a check of the step's own comes before that.
+        skips = [finite] if settings.skip_nonfinite and not settings.window_decides else []
+        skips += positive if settings.window_policy is None else []
+        counts = [finite] if settings.window_decides and start is not None else []
+        ok, counted = _all(skips), _all([*skips, *counts, *positive])
+        if ok is True:
+            params, opt_state = update(state.params, state.opt_state)
+        else:
+            params, opt_state = jax.lax.cond(
+                ok,
+                update,
+                lambda params, opt_state: (params, skip(opt_state)),
+                state.params,
+                state.opt_state,
+            )
+        model_state, window = after_call(
+            state.window,
+            start,
+            new_stats,
+            weight=weight,
+            ok=counted,
+            old_opt_state=state.opt_state,
+            opt_state=opt_state,
+            momenta=momenta,
+            momentum=settings.batch_norm_momentum,
+        )
+        skipped = state.skipped
+        if skipped is not None and ok is not True:
+            skipped = skipped + jnp.logical_not(ok).astype(jnp.int32)
+        new_state = state.replace(
+            params=params,
+            opt_state=opt_state,
+            model_state=model_state,
+            attempt=state.attempt + 1,
+            skipped=skipped,
+            window=window,
+        )
+        shown = self._metrics(state, new_state, loss, finite, trained, index, traced_index)
+        clash = sorted(set(shown) & set(aux.metrics))
+        if clash:
+            raise ValueError(
+                f"LossAux.metrics: the names {clash} are the step's own; rename yours or leave the "
+                "step's out with metrics="
+            )
+        return new_state, {**shown, **aux.metrics}
+
+    def _noting_weight(self, loss: CanonicalLoss) -> CanonicalLoss:
+        def noting(
+            params: Any, model_state: Any, batch: Any, rng: Any
+        ) -> tuple[jax.Array, LossAux]:
+            value, aux = loss(params, model_state, batch, rng)
+            self._gives_weight = aux.weight is not None
+            return value, aux
+
+        return noting
+
+    def _rng(self, state: TrainState) -> Any:
+        if not self._takes_rng:
+            return None
+        key = jax.random.wrap_key_data(state.rng, impl=self._key_impl)
+        return jax.random.fold_in(key, state.attempt)
+
+    def _indices(self, state: TrainState, index: int | None) -> tuple[int | None, Any]:
+        if self.settings.freezing is None or index is not None:
+            return index, None
+        from boostax.updates.freeze import FreezeState
+
+        return None, self.settings.freezing.index_at(find_state(state.opt_state, FreezeState).count)
+
+    def _gradients(
+        self, params: Any, start: Any, batch: Any, rng: Any, index: int | None, traced_index: Any
+    ) -> tuple[jax.Array, LossAux, Any, Any]:
+        freezing = self.settings.freezing
+
+        def variant(i: int | None) -> Callable[..., Any]:
+            def run(params: Any, start: Any, batch: Any, rng: Any) -> Any:
+                trainable = None if i is None else freezing.trainable(i)
+                (loss, aux), grads = self._value_and_grad(trainable)(params, start, batch, rng)
+                stats = _merge_state(start, aux.model_state)
+                if i is not None:
+                    stats = freezing.hold_statistics(i, start, stats)
+                return loss, aux.replace(model_state=None), grads, stats
+
+            return run
+
+        if traced_index is None:
+            return variant(index)(params, start, batch, rng)
+        branches = [variant(i) for i in range(freezing.num_indices)]
+        return jax.lax.switch(traced_index, branches, params, start, batch, rng)
+
+    def _value_and_grad(self, trainable: Any) -> Callable[..., Any]:
+        if self.settings.microbatch == 1:
+            return value_and_grad(self._loss, trainable=trainable)
+        return microbatched(
+            self._loss,
+            self.settings.microbatch,
+            trainable=trainable,
+            stats=self.settings.stats,
+            momentum=self.settings.batch_norm_momentum,
+            momenta=self._momenta,
+        )
+
+    def _value(self, params: Any, start: Any, batch: Any, rng: Any) -> jax.Array:
+        nothing = jax.tree.map(lambda _: False, params)
+        return self._value_and_grad(nothing)(params, start, batch, rng)[0][0]
+
+    def _all_gradients(self, params: Any, start: Any, batch: Any, rng: Any) -> Any:
+        return self._value_and_grad(None)(params, start, batch, rng)[1]
+
+    def _trained(self, grads: Any, params: Any, index: int | None) -> list[Any]:
+        trainable = None if index is None else self.settings.freezing.trainable(index)
+        flags = trained_leaves(params, trainable)
+        return [g for g, flag in zip(jax.tree.leaves(grads), flags, strict=True) if flag]
+
+    def _metrics(
+        self,
+        old: TrainState,
+        new: TrainState,
+        loss: jax.Array,
+        finite: jax.Array | None,
+        trained: list[Any],
+        index: int | None,
+        traced_index: Any,
+    ) -> dict[str, jax.Array]:
+        shown: dict[str, Any] = {}
+        for name in self.settings.metrics:
+            if name == "loss":
+                shown[name] = loss.astype(jnp.promote_types(loss.dtype, jnp.float32))
+            elif name == "grad_norm":
+                shown[name] = global_norm(trained)
+            elif name == "finite":
+                shown[name] = finite
+            elif name == "updates":
+                shown[name] = new.updates
+            elif name == "micro_steps":
+                shown[name] = self._micro_steps(new)
+            elif name == "freeze_index":
+                shown[name] = jnp.int32(index) if traced_index is None else traced_index
+            elif (rate := self._learning_rate(old, new)) is not None:
+                shown[name] = jnp.asarray(rate, jnp.float32)
+        return shown
+
+    def _micro_steps(self, state: TrainState) -> jax.Array:
+        from boostax.updates.accumulate import AccumulateState
+
+        window = find_state(state.opt_state, AccumulateState)
+        if window is not None:
+            calls = window.micro_steps
+        else:
+            calls = state.attempt if state.skipped is None else state.attempt - state.skipped
+        return calls if self.settings.microbatch == 1 else calls * self.settings.microbatch
+
+    def _learning_rate(self, old: TrainState, new: TrainState) -> Any:
+        rate = self.settings.learning_rate
+        if callable(rate):
+            return rate(old.updates)
+        return injected_learning_rate(new.opt_state) if rate is None else rate
+
+
+def _all(conditions: list[Any]) -> Any:
+    return functools.reduce(jnp.logical_and, conditions) if conditions else True
+
+
+def _merge_state(start: Any, new: Any) -> Any:
+    """Put the collections that the loss returned over those that it started from."""
+    if new is None:
+        return start
+    if start is None:
+        raise ValueError(
+            "loss_fn returned LossAux.model_state, but the train state has none; pass "
+            "model_state= to step.init"
+        )
+    if isinstance(start, dict) and isinstance(new, dict):
+        new = {**start, **new}
+    given, wanted = jax.tree.structure(new), jax.tree.structure(start)
+    if given != wanted:
+        raise ValueError(
+            f"LossAux.model_state has another structure than the train state's: got {given}, "
+            f"expected {wanted}"
+        )
+
+    def same(new_leaf: Any, old_leaf: Any) -> Any:
+        if jnp.shape(new_leaf) != jnp.shape(old_leaf):
+            raise ValueError(
+                f"LossAux.model_state: a leaf of shape {jnp.shape(old_leaf)} came back with shape "
+                f"{jnp.shape(new_leaf)}"
+            )
+        return jnp.asarray(new_leaf, old_leaf.dtype)
+
+    return jax.tree.map(same, new, start)

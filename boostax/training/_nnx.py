@@ -1,0 +1,97 @@
+"""nnx models at the gradient seam: split outside the step, merged anew inside each trace."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+
+from boostax.training.batch_stats import collect_momenta
+from boostax.training.contract import CanonicalLoss, LossAux, check_output, declared_keywords
+
+
+class NnxModel:
+    """The static half of an nnx model, and the loss in canonical form.
+
+    Random keys inside the model (those of ``nnx.Rngs``) are kept as raw uint32 data in the train
+    state, because not every checkpoint format takes typed keys; they are typed again on merging.
+
+    Attributes:
+      params: ``nnx.State`` of the leaves that ``wrt`` selects.
+      model_state: ``nnx.State`` of all other leaves, keys as raw data.
+      momenta: momentum of each normalisation layer, by module path.
+    """
+
+    def __init__(self, model: nnx.Module, wrt: Any):
+        self.graphdef, self.params, rest = nnx.split(model, wrt, ...)
+        leaves, self._treedef = jax.tree.flatten(rest)
+        self._key_impls = [_key_impl(leaf) for leaf in leaves]
+        self.momenta = collect_momenta(model)
+        self.model_state = self._pack(rest)
+
+    def _pack(self, rest: Any) -> Any:
+        leaves, treedef = jax.tree.flatten(rest)
+        if treedef != self._treedef:
+            raise ValueError(
+                "loss_fn changed which variables the model has (a variable was added or removed "
+                "during the forward pass); create all variables in the model's constructor, or run "
+                "the model once before step.init"
+            )
+        raw = [
+            leaf if impl is None else jax.random.key_data(leaf)
+            for leaf, impl in zip(leaves, self._key_impls, strict=True)
+        ]
+        return self._treedef.unflatten(raw)
+
+    def merge(self, params: Any, model_state: Any) -> nnx.Module:
+        """Return a new model with these values; its variables belong to the current trace."""
+        typed = [
+            leaf if impl is None else jax.random.wrap_key_data(leaf, impl=impl)
+            for leaf, impl in zip(
+                self._treedef.flatten_up_to(model_state), self._key_impls, strict=True
+            )
+        ]
+        return nnx.merge(self.graphdef, params, self._treedef.unflatten(typed), copy=True)
+
+    def canonical_loss(self, loss_fn: Callable[..., Any], has_aux: bool) -> CanonicalLoss:
+        """Bring ``loss_fn(model, batch, *, rng)`` into the form of the gradient seam."""
+        declared = declared_keywords(loss_fn)
+        if "model_state" in declared and not _takes_any(loss_fn):
+            raise TypeError(
+                "loss_fn declares model_state, but an nnx model holds its own state; write "
+                "loss_fn(model, batch) or loss_fn(model, batch, *, rng)"
+            )
+        passes_rng = "rng" in declared
+
+        def loss(params: Any, model_state: Any, batch: Any, rng: Any) -> tuple[jax.Array, LossAux]:
+            model = self.merge(params, model_state)
+            output = loss_fn(model, batch, rng=rng) if passes_rng else loss_fn(model, batch)
+            value, aux = check_output(output, has_aux)
+            if aux.model_state is not None:
+                raise TypeError(
+                    "loss_fn returned LossAux.model_state for an nnx model; the model's own state "
+                    "is read after the forward pass, so leave it out"
+                )
+            _, _, rest = nnx.split(model, _same_paths(params), ...)
+            return value, aux.replace(model_state=self._pack(rest))
+
+        return loss
+
+
+def _same_paths(params: Any) -> Any:
+    paths = {path for path, _ in nnx.to_flat_state(params)}
+    return lambda path, value: tuple(path) in paths
+
+
+def _key_impl(leaf: Any) -> str | None:
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is None or not jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        return None
+    return str(jax.random.key_impl(leaf))
+
+
+def _takes_any(function: Callable[..., Any]) -> bool:
+    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
