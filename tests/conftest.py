@@ -18,7 +18,7 @@ _CACHE = os.environ.get(
     "BOOSTAX_TEST_CACHE", str(pathlib.Path(__file__).resolve().parents[1] / ".cache" / "jax")
 )
 jax.config.update("jax_compilation_cache_dir", _CACHE)
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
