@@ -265,7 +265,8 @@ class TrainStep:
         params, model_state, raw = _strong_copy((params, model_state, raw))
         opt_state = _strong_copy(self.tx.init(params))
         if self.settings.freezing is not None:
-            self.settings.freezing.check_params(params)
+            bound = self.settings.freezing.bind(params)
+            self.settings = dataclasses.replace(self.settings, freezing=bound)
         if self._all_metrics_needed and "learning_rate" in self.settings.metrics:
             self._require_learning_rate(opt_state)
         return TrainState(
