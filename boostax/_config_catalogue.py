@@ -1,0 +1,103 @@
+"""What a config may name: the optimizers, transformations and schedules of optax, by signature."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import typing
+from collections.abc import Callable
+from typing import Any
+
+# Optimizers whose step size has another name than learning_rate.
+_OTHER_OPTIMIZERS = {"polyak_sgd", "mechanize", "sam"}
+# They take functions in ways that a config can't write.
+_NOT_BY_NAME = {"inject_hyperparams", "inject_stateful_hyperparams"}
+
+
+@functools.cache
+def catalogue(kind: str) -> dict[str, Callable[..., Any]]:
+    """Return the functions that a config may name: name -> function."""
+    import optax
+    import optax.contrib
+
+    found: dict[str, Callable[..., Any]] = {}
+    if kind == "schedule":
+        for name in dir(optax.schedules):
+            function = getattr(optax.schedules, name)
+            if inspect.isfunction(function) and name not in _NOT_BY_NAME:
+                found[name] = function
+        return found
+    for module in (optax.contrib, optax):
+        for name in dir(module):
+            function = getattr(module, name)
+            if name.startswith("_") or not inspect.isfunction(function) or name in _NOT_BY_NAME:
+                continue
+            signature = inspect.signature(function)
+            parameters = signature.parameters
+            if kind == "optimizer":
+                takes = "learning_rate" in parameters and not name.startswith("scale_by_")
+                takes = takes or name in _OTHER_OPTIMIZERS
+            else:
+                takes = "GradientTransformation" in str(signature.return_annotation) or (
+                    "learning_rate" in parameters
+                )
+                takes = takes and all(
+                    p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters.values()
+                )
+            if takes:
+                found[name] = function
+    return dict(sorted(found.items()))
+
+
+@functools.cache
+def accepts(kind: str, name: str) -> dict[str, frozenset[str]]:
+    """Return what each argument takes: words out of number, integer, boolean, text, dtype, ..."""
+    function = catalogue(kind)[name]
+    try:
+        hints = typing.get_type_hints(function)
+    except (NameError, TypeError, AttributeError):  # an annotation that names a private type
+        hints = {}
+    result = {}
+    for argument, parameter in inspect.signature(function).parameters.items():
+        hint = hints.get(argument, parameter.annotation)
+        result[argument] = _accepted(argument, hint, parameter.default)
+    return result
+
+
+def _accepted(argument: str, hint: Any, default: Any) -> frozenset[str]:
+    text = str(hint)
+    words = {"null"} if default is None or "None" in text or "Optional" in text else set()
+    if "dtype" in argument:
+        return frozenset(words | {"dtype"})
+    if argument.endswith("mask"):
+        # optax's own defaults for masks are None and True.
+        return frozenset(words | {"mask", "function"} | ({"boolean"} if default is True else set()))
+    # optax's array type also lists bool, so only a plain annotation or default means a flag.
+    if hint is bool or isinstance(default, bool):
+        return frozenset(words | {"boolean"})
+    if hint is str or isinstance(default, str):
+        return frozenset(words | {"text"})
+    if argument in _BY_ARGUMENT:
+        return frozenset(words | {_BY_ARGUMENT[argument]})
+    if "GradientTransformation" in text:
+        return frozenset(words | {"transformation"})
+    if hint in (int, int | None):
+        return frozenset(words | {"integer"})
+    if argument.endswith(("_fn", "dimension_numbers")):
+        return frozenset(words | {"function"})
+    if "Callable" in text:
+        words.add("schedule")
+    if "Sequence" in text or "tuple" in text.lower() or isinstance(default, (tuple, list)):
+        words.add("list")
+    if "float" in text or isinstance(default, (int, float)) or hint is inspect.Parameter.empty:
+        words.add("number")
+    return frozenset(words)
+
+
+# Arguments whose annotation does not say what a config can write for them.
+_BY_ARGUMENT = {
+    "boundaries_and_scales": "steps",
+    "schedules": "schedules",
+    "boundaries": "list",
+    "cosine_kwargs": "objects",
+}

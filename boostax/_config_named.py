@@ -1,0 +1,275 @@
+"""Optimizers and schedules by name: ``{"name": "adamw", "learning_rate": 1e-3}``.
+
+Only functions of optax and optax.contrib can be named, and only with arguments that their
+signatures have; nothing else is ever looked up, imported or called.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from boostax._config_catalogue import accepts, catalogue
+from boostax.errors import did_you_mean
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """One fault of a config: where, and what is wrong with it."""
+
+    path: str
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.problem}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """A function of optax by name with its arguments; equal and hashable by value.
+
+    Attributes:
+      kind: ``"optimizer"``, ``"schedule"`` or ``"transformation"``.
+      name: the function's name in optax or optax.contrib.
+      arguments: sorted pairs of argument name and value; values may be ``Named`` themselves.
+    """
+
+    kind: str
+    name: str
+    arguments: tuple[tuple[str, Any], ...]
+
+    def build(self) -> Any:
+        """Return the optax object, its own nested names built first."""
+        return catalogue(self.kind)[self.name](
+            **{key: _build_value(key, value) for key, value in self.arguments}
+        )
+
+    def get(self, argument: str) -> Any:
+        """Return an argument as it was given, or None."""
+        return dict(self.arguments).get(argument)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the object as a config writes it."""
+        return {"name": self.name} | {key: plain(value) for key, value in self.arguments}
+
+
+def plain(value: Any) -> Any:
+    """Return a config value as JSON has it; functions become their names."""
+    if isinstance(value, Named):
+        return value.to_dict()
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [plain(v) for v in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return f"<{getattr(value, '__qualname__', type(value).__name__)}>"
+
+
+def show(value: Any) -> str:
+    """Word a value that was got: ``"8" (text)``, ``true (a boolean)``, ``null``."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return f"{str(value).lower()} (a boolean)"
+    text = f'"{value}"' if isinstance(value, str) else repr(value)
+    text = text if len(text) <= 60 else text[:57] + "..."
+    kinds = (
+        (str, "text"),
+        ((int, float), "a number"),
+        (Mapping, "an object"),
+        (Sequence, "a list"),
+    )
+    kind = next((word for types, word in kinds if isinstance(value, types)), type(value).__name__)
+    return f"{text} ({kind})"
+
+
+_WORDS = {
+    "number": "a number",
+    "integer": "an integer",
+    "boolean": "true or false",
+    "text": "text",
+    "null": "null",
+    "dtype": "the name of a dtype",
+    "schedule": "a schedule by name",
+    "transformation": "an optimizer or transformation by name, or a list of them",
+    "mask": "a list of path patterns",
+    "steps": "an object from steps to factors",
+    "list": "a list of numbers",
+    "schedules": "a list of schedules by name",
+    "objects": "a list of objects with numbers",
+    "function": "(not in JSON) a function",
+}
+
+
+def parse(raw: Any, path: str, kind: str) -> tuple[Named | None, list[Fault]]:
+    """Read ``{"name": ..., **arguments}`` against optax; return it, or the faults.
+
+    Args:
+      raw: the object from the config, with numpy values already converted.
+      path: its JSON path, for the faults.
+      kind: ``"optimizer"``, ``"schedule"`` or ``"transformation"``.
+    """
+    known = catalogue(kind)
+    if not isinstance(raw, Mapping):
+        return None, [Fault(path, f"got {show(raw)}; allowed: an object with a name and arguments")]
+    if "name" not in raw:
+        hint = did_you_mean("name", [str(k) for k in raw])
+        return None, [
+            Fault(f"{path}.name", f"missing; allowed: the name of an optax {kind}.{hint}")
+        ]
+    name = raw["name"]
+    if not isinstance(name, str) or name not in known:
+        hint = did_you_mean(name, known) if isinstance(name, str) else ""
+        problem = f"got {show(name)}; allowed: an optax {kind}.{hint} Known: {', '.join(known)}"
+        return None, [Fault(f"{path}.name", problem)]
+    takes, faults, arguments = accepts(kind, name), [], {}
+    for key, value in raw.items():
+        if key == "name":
+            continue
+        here = f"{path}.{key}"
+        if key not in takes:
+            faults.append(
+                Fault(
+                    here,
+                    f"{name} has no argument {key!r}.{did_you_mean(str(key), takes)} "
+                    f"Its arguments: {', '.join(takes)}",
+                )
+            )
+            continue
+        arguments[key], found = _parse_value(value, here, takes[key])
+        faults += found
+    parameters = inspect.signature(known[name]).parameters
+    for key, parameter in parameters.items():
+        if parameter.default is parameter.empty and key not in raw:
+            faults.append(Fault(f"{path}.{key}", f"missing; {name} needs {_allowed(takes[key])}"))
+    if faults:
+        return None, faults
+    named = Named(kind, name, tuple(sorted(arguments.items())))
+    try:
+        named.build()
+    except Exception as error:  # optax's own checks raise whatever they like
+        return None, [Fault(path, f"optax.{name} refuses these arguments: {error}")]
+    return named, []
+
+
+def _allowed(words: frozenset[str]) -> str:
+    return " or ".join(text for word, text in _WORDS.items() if word in words) or "a value"
+
+
+def _parse_value(value: Any, path: str, words: frozenset[str]) -> tuple[Any, list[Fault]]:
+    bad = [Fault(path, f"got {show(value)}; allowed: {_allowed(words)}")]
+    if value is None:
+        return None, [] if "null" in words else bad
+    if isinstance(value, bool):
+        return value, [] if "boolean" in words else bad
+    if isinstance(value, (int, float)):
+        if not math.isfinite(value):
+            return value, [Fault(path, f"got {value}; allowed: a finite number")]
+        if path.endswith("learning_rate") and value < 0:
+            return value, [Fault(path, f"got {value}; allowed: a number of at least 0")]
+        return value, [] if "number" in words or (
+            "integer" in words and isinstance(value, int)
+        ) else bad
+    if isinstance(value, str):
+        if "dtype" in words:
+            return value, [] if _is_dtype(value) else bad
+        return value, [] if "text" in words else bad
+    if isinstance(value, Mapping):
+        return _parse_object(value, path, words, bad)
+    if isinstance(value, (tuple, list)):
+        return _parse_list(value, path, words, bad)
+    # Functions, dtypes, transformations and arrays: for optax to judge.
+    return value, []
+
+
+def _parse_object(
+    value: Mapping[Any, Any], path: str, words: frozenset[str], bad: list[Fault]
+) -> Any:
+    if "schedule" in words:
+        return parse(value, path, "schedule")
+    if "transformation" in words:
+        return parse(value, path, "transformation")
+    if "mask" in words:
+        return dict(value), []
+    if "steps" not in words:
+        return value, bad
+    try:
+        pairs = sorted((int(step), factor) for step, factor in value.items())
+    except (TypeError, ValueError):
+        return value, bad
+    right = all(
+        isinstance(f, (int, float)) and not isinstance(f, bool) and math.isfinite(f) and s >= 0
+        for s, f in pairs
+    )
+    return Steps(tuple(pairs)), [] if right else bad
+
+
+def _parse_list(value: Sequence[Any], path: str, words: frozenset[str], bad: list[Fault]) -> Any:
+    if "mask" in words and all(isinstance(v, str) for v in value):
+        return PathMask(tuple(value)), []
+    for word, kind in (("transformation", "transformation"), ("schedules", "schedule")):
+        if word in words and value:
+            parsed = [parse(v, f"{path}[{i}]", kind) for i, v in enumerate(value)]
+            return tuple(p for p, _ in parsed), [fault for _, faults in parsed for fault in faults]
+    if "objects" in words and value and all(isinstance(v, Mapping) for v in value):
+        return tuple(tuple(sorted(v.items())) for v in value), []
+    numbers = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in value)
+    if "list" in words and numbers:
+        return tuple(value), []
+    return value, bad
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """A dict from steps to factors, as sorted pairs."""
+
+    pairs: tuple[tuple[int, float], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class PathMask:
+    """A mask given by path patterns: true for the leaves that one of them fits."""
+
+    patterns: tuple[str, ...]
+
+    def __call__(self, params: Any) -> Any:
+        import jax
+
+        from boostax._tree import check_matched, leaf_paths, matches
+
+        paths = leaf_paths(params)
+        for pattern in self.patterns:
+            check_matched("mask", pattern, paths)
+        fits = [any(matches(pattern, path) for pattern in self.patterns) for path in paths]
+        return jax.tree.unflatten(jax.tree.structure(params), fits)
+
+
+def _build_value(argument: str, value: Any) -> Any:
+    if isinstance(value, Named):
+        return value.build()
+    if isinstance(value, Steps):
+        return dict(value.pairs)
+    if isinstance(value, tuple) and value and all(isinstance(v, Named) for v in value):
+        built = [v.build() for v in value]
+        if argument == "schedules":
+            return built
+        import optax
+
+        return optax.chain(*built)
+    if argument == "cosine_kwargs":
+        return [dict(pairs) for pairs in value]
+    return value
+
+
+def _is_dtype(name: str) -> bool:
+    import jax.numpy as jnp
+
+    try:
+        jnp.dtype(name)
+    except TypeError:
+        return False
+    return True

@@ -1,0 +1,250 @@
+"""The sections of a config: every key with its type, range, default and meaning.
+
+The sections ``boost``, ``common``, ``less_bn``, ``grad_freeze``, ``grad_accumulation`` and
+``dim_reduce`` have the keys and defaults of mindspore.boost's ``boost_config_dict``. Keys that
+boostax adds default to None where they would compete with one of those.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import Field
+from pydantic.json_schema import SkipJsonSchema
+
+_INT32 = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Allowed:
+    """What a field takes, in words, for the message about a wrong value."""
+
+    text: str
+
+
+_EVERY = Allowed(
+    "an integer of at least 1, or (not in JSON) a function from the update count to one"
+)
+_FRACTION = Allowed("a number from 0 to 1")
+
+Flag = Annotated[bool, Allowed("true or false")]
+Count = Annotated[int, Field(ge=1, le=_INT32), Allowed(f"an integer from 1 to {_INT32}")]
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1), Allowed(f"an integer from 0 to {2**32 - 1}")]
+Fraction = Annotated[float, Field(ge=0, le=1), _FRACTION]
+OpenFraction = Annotated[float, Field(gt=0, lt=1), Allowed("a number above 0 and below 1")]
+NotNegative = Annotated[float, Field(ge=0), Allowed("a number of at least 0")]
+Positive = Annotated[float, Field(gt=0), Allowed("a number above 0")]
+Every = Annotated[
+    Count | SkipJsonSchema[Callable[..., Any]],
+    _EVERY,
+]
+OptionalPath = Annotated[str | None, Allowed("text (a path) or null")]
+OptionalPositive = Annotated[Positive | None, Allowed("a number above 0")]
+
+
+def _one_of(*names: str) -> Allowed:
+    return Allowed("one of " + ", ".join(repr(n) for n in names))
+
+
+class Section(pydantic.BaseModel):
+    """A frozen part of the config that takes no other keys and converts nothing."""
+
+    model_config = pydantic.ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True
+    )
+
+
+class Boost(Section):
+    """How techniques are switched on, and the flags."""
+
+    mode: Annotated[
+        Literal["auto", "manual", "enable_all", "disable_all"],
+        _one_of("auto", "manual", "enable_all", "disable_all"),
+    ] = Field(
+        default="auto",
+        description="auto: the level decides; manual: the flags decide, at every level; "
+        "enable_all: all that is built and can be combined; disable_all: nothing.",
+    )
+    less_bn: Flag = Field(
+        default=False, description="Drop batch norms and normalise the classifier head."
+    )
+    grad_freeze: Flag = Field(default=False, description="Freeze a varying prefix of the layers.")
+    adasum: Flag = Field(default=False, description="Combine the devices' gradients by AdaSum.")
+    grad_accumulation: Flag = Field(
+        default=False, description="Update once per window of micro-batches."
+    )
+    dim_reduce: Flag = Field(
+        default=False, description="Train in a reduced space with a line search."
+    )
+    loss_scale_group: Flag = Field(default=False, description="One dynamic loss scale per group.")
+    centralize: Flag = Field(
+        default=False,
+        description="Gradient centralization on its own (boostax). With less_bn on, "
+        "less_bn.gc_flag switches it on too.",
+    )
+
+
+class Common(Section):
+    """Settings shared by several techniques."""
+
+    gradient_split_groups: Annotated[
+        Annotated[int, Field(ge=1)] | tuple[Annotated[int, Field(ge=1)], ...],
+        Allowed("an integer, or a list of increasing integers, of at least 1"),
+    ] = Field(default=(50, 100), description="Where the gradient exchange is split into buckets.")
+    device_number: Count = Field(default=8, description="Devices that one machine has.")
+    grad_accumulation_step: Annotated[Every | None, _EVERY] = Field(
+        default=None,
+        description="Micro-batches per update; the same as grad_accumulation.every.",
+    )
+
+    @pydantic.field_validator("gradient_split_groups")
+    @classmethod
+    def _increasing(cls, value: int | tuple[int, ...]) -> tuple[int, ...]:
+        points = (value,) if isinstance(value, int) else value
+        if any(a >= b for a, b in itertools.pairwise(points)):
+            raise ValueError("not increasing")
+        return points
+
+
+class LessBN(Section):
+    """Less batch norm."""
+
+    fn_flag: Flag = Field(default=True, description="Normalise the classifier head.")
+    gc_flag: Flag = Field(default=True, description="Centralize gradients where less_bn is on.")
+
+
+class GradFreeze(Section):
+    """Freezing a varying prefix of the layers."""
+
+    param_groups: Count = Field(default=10, description="Groups that the layers are divided into.")
+    freeze_type: Annotated[int, Field(ge=0, le=1), Allowed("0 (continuous) or 1 (interval)")] = (
+        Field(1, description="0: continuous, 1: interval. boostax's own name is kind.")
+    )
+    freeze_p: Fraction = Field(
+        default=0.7,
+        description="Share of the steps in which NOTHING is frozen. boostax's own name is "
+        "full_fraction.",
+    )
+    total_steps: Count = Field(default=65536, description="Updates of the whole training.")
+    full_fraction: Annotated[Fraction | None, _FRACTION] = Field(
+        default=None,
+        description="Share of the steps in which nothing is frozen; instead of freeze_p.",
+    )
+    kind: Annotated[
+        Literal["continuous", "interval", "ramp"] | None, _one_of("continuous", "interval", "ramp")
+    ] = Field(default=None, description="The schedule; instead of freeze_type.")
+    seed: Seed = Field(default=0, description="Seed of the interval schedule.")
+    by: Annotated[Literal["count", "cost"], _one_of("count", "cost")] = Field(
+        default="count",
+        description="Groups of equally many layers, or of about equal parameter count.",
+    )
+
+    @property
+    def schedule_kind(self) -> str:
+        """The schedule's name, from kind or else freeze_type."""
+        return self.kind or ("continuous", "interval")[self.freeze_type]
+
+    @property
+    def share_of_full_steps(self) -> float:
+        """The share of steps with nothing frozen, from full_fraction or else freeze_p."""
+        return self.freeze_p if self.full_fraction is None else self.full_fraction
+
+
+class GradAccumulation(Section):
+    """Accumulation over steps, and micro-batches inside one step."""
+
+    grad_accumulation_step: Annotated[Every | None, _EVERY] = Field(
+        default=None, description="Micro-batches per update; boostax's own name is every."
+    )
+    every: Annotated[Every | None, _EVERY] = Field(
+        default=None, description="Calls per update. Default: 1."
+    )
+    reduce: Annotated[Literal["mean", "sum"], _one_of("mean", "sum")] = Field(
+        default="mean", description="How a window's gradients are combined."
+    )
+    nonfinite: Annotated[
+        Literal["skip_micro", "skip_window", "off"], _one_of("skip_micro", "skip_window", "off")
+    ] = Field(default="skip_micro", description="What a NaN or inf in a micro-batch does.")
+    microbatch: Count = Field(
+        default=1, description="Micro-batches that one call splits its batch into."
+    )
+    stats: Annotated[Literal["per_window", "per_micro"], _one_of("per_window", "per_micro")] = (
+        Field("per_window", description="How often batch statistics advance.")
+    )
+    batch_norm_momentum: Annotated[
+        Annotated[float, Field(ge=0, lt=1)] | None, Allowed("a number of at least 0 and below 1")
+    ] = Field(
+        default=None,
+        description="Weight of the old batch statistics; default: read from the model.",
+    )
+
+
+class Centralize(Section):
+    """Gradient centralization."""
+
+    on: Annotated[Literal["gradient", "update"], _one_of("gradient", "update")] = Field(
+        default="gradient",
+        description="Centralize the gradient, or the final update (advised for Adam-like "
+        "optimizers).",
+    )
+    layers: Annotated[Literal["conv_and_dense", "conv"], _one_of("conv_and_dense", "conv")] = Field(
+        default="conv_and_dense", description="Which kernels are centralized."
+    )
+
+
+class DimReduce(Section):
+    """Training in a reduced space."""
+
+    rho: OpenFraction = Field(default=0.55, description="Factor by which a trial step shrinks.")
+    gamma: Fraction = Field(default=0.9, description="Momentum of the gradient outside the space.")
+    alpha: NotNegative = Field(default=0.001, description="Step size outside the space.")
+    sigma: OpenFraction = Field(
+        default=0.4, description="Share of the expected decrease that is asked."
+    )
+    n_components: Count = Field(default=32, description="Dimensions of the space.")
+    pca_mat_path: OptionalPath = Field(default=None, description="Where the basis is stored.")
+    weight_load_dir: OptionalPath = Field(
+        default=None, description="Where weight snapshots are stored."
+    )
+    timeout: Count = Field(default=1800, description="Seconds to wait for the stored basis.")
+
+
+class Clip(Section):
+    """Clipping of the gradient before the optimizer; at most one key."""
+
+    global_norm: OptionalPositive = Field(
+        default=None, description="Largest norm over all parameters."
+    )
+    value: OptionalPositive = Field(default=None, description="Largest absolute value of an entry.")
+    adaptive: OptionalPositive = Field(
+        default=None, description="Largest ratio of a unit's gradient norm to its parameter norm."
+    )
+
+
+SECTIONS: dict[str, type[Section]] = {
+    "boost": Boost,
+    "common": Common,
+    "less_bn": LessBN,
+    "grad_freeze": GradFreeze,
+    "grad_accumulation": GradAccumulation,
+    "centralize": Centralize,
+    "dim_reduce": DimReduce,
+    "clip": Clip,
+}
+# Keys whose None default only says "not given"; a null in a config is a fault for them.
+NULLABLE = {("dim_reduce", "pca_mat_path"), ("dim_reduce", "weight_load_dir")}
+# At most one key of each tuple may be given.
+ALTERNATIVES: tuple[tuple[tuple[str, str], ...], ...] = (
+    (("grad_freeze", "freeze_p"), ("grad_freeze", "full_fraction")),
+    (("grad_freeze", "freeze_type"), ("grad_freeze", "kind")),
+    (
+        ("grad_accumulation", "every"),
+        ("grad_accumulation", "grad_accumulation_step"),
+        ("common", "grad_accumulation_step"),
+    ),
+    (("clip", "global_norm"), ("clip", "value"), ("clip", "adaptive")),
+)

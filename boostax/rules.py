@@ -1,0 +1,355 @@
+"""Which techniques exist, their order, and what excludes what: data, each row with its reason.
+
+This is the only place that knows two techniques at once. A new technique flips ``built`` in its
+row and adds its exclusions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+from boostax._config_named import Fault
+from boostax.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from boostax.config import BoostConfig
+
+__all__ = [
+    "EXCLUSIONS",
+    "LEVELS",
+    "ORDER",
+    "TECHNIQUES",
+    "Decision",
+    "Exclusion",
+    "Place",
+    "Resolution",
+    "Technique",
+    "resolve",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Technique:
+    """One technique that a config can switch on.
+
+    Attributes:
+      name: its flag in the section ``boost``, and its section.
+      seam: ``"model"``, ``"gradient"`` or ``"update"``; where it acts.
+      built: whether this version has it.
+      does: what it does, in a few words.
+    """
+
+    name: str
+    seam: str
+    built: bool
+    does: str
+
+
+TECHNIQUES: dict[str, Technique] = {
+    row.name: row
+    for row in (
+        Technique("less_bn", "model", False, "drops batch norms, normalises the head"),
+        Technique("grad_freeze", "update", True, "freezes a varying prefix of the layers"),
+        Technique("grad_accumulation", "update", True, "updates once per window of micro-batches"),
+        Technique("centralize", "update", True, "removes the mean of each unit's gradient"),
+        Technique("adasum", "update", False, "combines the devices' gradients by AdaSum"),
+        Technique("dim_reduce", "update", False, "trains in a reduced space"),
+        Technique("loss_scale_group", "gradient", False, "keeps one loss scale per group"),
+    )
+}
+
+# As in mindspore.boost. gc_flag of the section less_bn carries centralize along.
+LEVELS: dict[str, tuple[str, ...]] = {
+    "O0": (),
+    "O1": ("less_bn", "grad_freeze"),
+    "O2": ("less_bn", "grad_freeze", "adasum"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """One place in the chain: a part's name, the technique it belongs to, and why it is there."""
+
+    part: str
+    technique: str | None
+    why: str
+
+
+# Outermost first. Unscaling and the finite decision come before, at the gradient seam.
+ORDER: tuple[Place, ...] = (
+    Place("accumulate", "grad_accumulation", "everything after it happens once a window"),
+    Place("freeze", "grad_freeze", "frozen leaves count in no norm and keep their whole state"),
+    Place("centralize", "centralize", "before the clip, so that the norm is that of what is used"),
+    Place("clip", None, "on the window's mean gradient of the trainable leaves"),
+    Place("optimizer", None, "sees the gradient that all the others have shaped"),
+    Place("centralize_update", "centralize", "on the final update, weight decay included"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Exclusion:
+    """Two things that don't go together.
+
+    Attributes:
+      keeps: the technique that stays with ``enable_all``, or ``"optimizer"``.
+      drops: the technique that is left out then.
+      reason: why they don't go together, and what to do instead.
+      applies: a test of the config, for exclusions that depend on settings.
+    """
+
+    keeps: str
+    drops: str
+    reason: str
+    applies: Callable[[BoostConfig], bool] = lambda config: True
+
+
+def _optimizer_is(*names: str) -> Callable[[BoostConfig], bool]:
+    return lambda config: config.optimizer is not None and config.optimizer.name in names
+
+
+def _line_search_in_window(config: BoostConfig) -> bool:
+    return _optimizer_is("lbfgs")(config) and config.every != 1
+
+
+EXCLUSIONS: tuple[Exclusion, ...] = (
+    Exclusion(
+        "dim_reduce",
+        "grad_accumulation",
+        "its line search needs the loss of the whole window, and a window across steps keeps only "
+        "the last micro-batch; use grad_accumulation.microbatch with every = 1",
+        lambda config: config.every != 1,
+    ),
+    Exclusion(
+        "dim_reduce",
+        "adasum",
+        "combining the devices' deltas would change the point that the line search accepted",
+    ),
+    Exclusion(
+        "dim_reduce",
+        "centralize",
+        "centralizing the final update would change the point that the line search accepted; "
+        'use centralize.on = "gradient"',
+        lambda config: config.centralize.on == "update",
+    ),
+    Exclusion(
+        "optimizer",
+        "grad_accumulation",
+        "the line search of lbfgs needs the loss of the whole window, and a window across steps "
+        "keeps only the last micro-batch; use grad_accumulation.microbatch with every = 1",
+        _line_search_in_window,
+    ),
+    Exclusion(
+        "optimizer",
+        "grad_freeze",
+        "the curvature pairs of lbfgs couple all parameters, so that a pair of which some leaves "
+        "are on hold is none",
+        _optimizer_is("lbfgs"),
+    ),
+    Exclusion(
+        "optimizer",
+        "centralize",
+        "centralizing the final update would change the point that the line search of lbfgs "
+        'accepted; use centralize.on = "gradient"',
+        lambda config: _optimizer_is("lbfgs")(config) and config.centralize.on == "update",
+    ),
+)
+
+# Optimizers of optax whose update takes the loss; a window averages it by weight.
+NEEDS_VALUE = frozenset({"polyak_sgd", "momo", "momo_adam"})
+
+State = Literal["on", "off", "not built", "left out"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """Whether a technique is on, and why."""
+
+    technique: str
+    state: State
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Resolution:
+    """What a config means at a level; prints as a table.
+
+    Attributes:
+      level: ``"O0"``, ``"O1"`` or ``"O2"``.
+      mode: the config's mode.
+      decisions: one for each technique, in the order of ``TECHNIQUES``.
+      notes: flags that were overridden, sections without effect, and the like.
+    """
+
+    level: str
+    mode: str
+    decisions: tuple[Decision, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def enabled(self) -> tuple[str, ...]:
+        """The techniques that are on, in the order of the chain."""
+        on = [d.technique for d in self.decisions if d.state == "on"]
+        in_chain = [p.technique for p in ORDER if p.technique in on]
+        return tuple(
+            dict.fromkeys([n for n in on if n not in in_chain] + [n for n in in_chain if n])
+        )
+
+    def __str__(self) -> str:
+        from boostax.training.describe import format_table
+
+        lines = [f"level {self.level}, mode {self.mode}"]
+        rows = [(d.technique, d.state, d.reason) for d in self.decisions]
+        lines += format_table(("technique", "state", "why"), rows)
+        return "\n".join(lines + [f"note: {note}" for note in self.notes])
+
+
+def check_level(level: Any) -> str:
+    """Return the level, or raise a ConfigError for an unknown one."""
+    if not isinstance(level, str) or level not in LEVELS:
+        hint = did_you_mean(level.upper(), LEVELS) if isinstance(level, str) else ""
+        raise ConfigError(f"level: got {level!r}; allowed: {', '.join(map(repr, LEVELS))}.{hint}")
+    return level
+
+
+def faults(config: BoostConfig) -> list[Fault]:
+    """Return what the rules refuse whatever the level: explicit requests in mode ``manual``."""
+    if config.boost.mode != "manual":
+        return []
+    found = [
+        Fault(
+            f"boost.{name}",
+            f"{name} is not built yet in this version ({row.does}); set it to false",
+        )
+        for name, row in TECHNIQUES.items()
+        if getattr(config.boost, name) and not row.built
+    ]
+    wanted = {name for name, (on, _) in _wanted(config, "O0").items() if on}
+    return found + [
+        Fault(f"boost.{row.drops}", _exclusion_text(row)) for row in _clashes(config, wanted)
+    ]
+
+
+def resolve(config: BoostConfig, level: str = "O0") -> Resolution:
+    """Decide which techniques are on, and say why.
+
+    Args:
+      config: a checked config.
+      level: ``"O0"``, ``"O1"`` or ``"O2"``; decides in mode ``auto``. Default ``"O0"``.
+
+    Returns:
+      The decisions and notes.
+
+    Raises:
+      ConfigError: the level is unknown, or techniques that are on exclude each other.
+
+    Example:
+      >>> from boostax.config import load_config
+      >>> resolve(load_config(), "O1").enabled
+      ('grad_freeze', 'centralize')
+    """
+    check_level(level)
+    mode = config.boost.mode
+    wanted = _wanted(config, level)
+    on = {name for name, (value, _) in wanted.items() if value and TECHNIQUES[name].built}
+    clashes = _clashes(config, on)
+    if clashes and mode != "enable_all":
+        raise ConfigError(
+            "\n".join(f"boost.{row.drops}: {_exclusion_text(row)}" for row in clashes)
+        )
+    left_out = {row.drops: _exclusion_text(row) for row in clashes}
+    decisions = []
+    for name, row in TECHNIQUES.items():
+        value, reason = wanted[name]
+        if not value:
+            decisions.append(Decision(name, "off", reason))
+        elif not row.built:
+            decisions.append(Decision(name, "not built", f"{reason}; not built yet"))
+        elif name in left_out:
+            decisions.append(Decision(name, "left out", left_out[name]))
+        else:
+            decisions.append(Decision(name, "on", reason))
+    resolution = Resolution(level, mode, tuple(decisions), ())
+    return dataclasses.replace(resolution, notes=tuple(_notes(config, level, resolution)))
+
+
+def _wanted(config: BoostConfig, level: str) -> dict[str, tuple[bool, str]]:
+    """Return for every technique whether mode, level and flags ask for it, and which of them."""
+    mode = config.boost.mode
+    result = {}
+    for name in TECHNIQUES:
+        if mode == "auto":
+            on, reason = name in LEVELS[level], f"level {level} decides"
+        elif mode == "manual":
+            on = getattr(config.boost, name)
+            reason = f"boost.{name} is {str(on).lower()}"
+        else:
+            on, reason = mode == "enable_all", f"mode {mode}"
+        result[name] = (on, reason)
+    if result["less_bn"][0] and not result["centralize"][0]:
+        reason = f"less_bn.gc_flag is {str(config.less_bn.gc_flag).lower()}"
+        if mode == "auto":
+            reason += f", and level {level} includes less_bn"
+        result["centralize"] = (config.less_bn.gc_flag, reason)
+    elif mode == "enable_all" and not config.less_bn.gc_flag and not config.boost.centralize:
+        result["centralize"] = (False, "less_bn.gc_flag is false")
+    return result
+
+
+def _clashes(config: BoostConfig, on: set[str]) -> list[Exclusion]:
+    present = on | {"optimizer"}
+    return [
+        row
+        for row in EXCLUSIONS
+        if row.keeps in present and row.drops in on and row.applies(config)
+    ]
+
+
+def _exclusion_text(row: Exclusion) -> str:
+    return f"{row.drops} does not go with {row.keeps}: {row.reason}"
+
+
+def _notes(config: BoostConfig, level: str, resolution: Resolution) -> list[str]:
+    notes = []
+    states = {d.technique: d for d in resolution.decisions}
+    wanted = _wanted(config, level)
+    for name in TECHNIQUES:
+        if name in config.given("boost") and resolution.mode != "manual":
+            flag, decided = getattr(config.boost, name), wanted[name][0]
+            if flag != decided:
+                notes.append(
+                    f"boost.{name} is {str(flag).lower()}, but mode {resolution.mode!r} overrides it: "
+                    f"{states[name].state} ({states[name].reason})"
+                )
+    for name in TECHNIQUES:
+        keys = set(config.given(name)) if hasattr(config, name) else set()
+        if name == "less_bn":
+            keys.discard("gc_flag")
+        if keys and states[name].state != "on":
+            notes.append(
+                f"section {name} is accepted and has no effect: {name} is {states[name].state}"
+            )
+    if "grad_accumulation_step" in config.given("common") and "grad_accumulation" not in (
+        resolution.enabled
+    ):
+        notes.append(
+            "common.grad_accumulation_step is accepted and has no effect: grad_accumulation is "
+            f"{states['grad_accumulation'].state}"
+        )
+    notes += [
+        f"common.{key} is accepted and has no effect: no technique that uses it is built yet"
+        for key in ("gradient_split_groups", "device_number")
+        if key in config.given("common")
+    ]
+    if "grad_accumulation" in resolution.enabled:
+        if config.every == 1 and config.grad_accumulation.microbatch == 1:
+            notes.append(
+                "grad_accumulation is on with every = 1 and microbatch = 1, which changes nothing; "
+                "set one of them"
+            )
+        elif config.every != 1 and "grad_freeze" in resolution.enabled:
+            notes.append(
+                "the freeze index changes between windows; grad_freeze.total_steps counts windows"
+            )
+    return notes

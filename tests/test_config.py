@@ -1,0 +1,501 @@
+"""The config: defaults, strictness, files, optimizers by name, and the JSON Schema."""
+
+import json
+import os
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import boostax
+from boostax._config_catalogue import catalogue
+from boostax._config_schema import json_schema
+from boostax.config import BoostConfig, load_config
+from boostax.errors import ConfigError
+
+# The whole documented dictionary of mindspore.boost, and its undocumented key.
+WHOLE = {
+    "boost": {
+        "mode": "auto",
+        "less_bn": False,
+        "grad_freeze": False,
+        "adasum": False,
+        "grad_accumulation": False,
+        "dim_reduce": False,
+        "loss_scale_group": False,
+    },
+    "common": {"gradient_split_groups": [50, 100], "device_number": 8},
+    "less_bn": {"fn_flag": True, "gc_flag": True},
+    "grad_freeze": {"param_groups": 10, "freeze_type": 1, "freeze_p": 0.7, "total_steps": 65536},
+    "dim_reduce": {
+        "rho": 0.55,
+        "gamma": 0.9,
+        "alpha": 0.001,
+        "sigma": 0.4,
+        "n_components": 32,
+        "pca_mat_path": None,
+        "weight_load_dir": None,
+        "timeout": 1800,
+    },
+}
+
+
+def refused(config, *parts):
+    with pytest.raises(ConfigError) as error:
+        load_config(config)
+    message = str(error.value)
+    for part in parts:
+        assert part in message
+    return message
+
+
+def test_the_documented_dictionary_holds_the_defaults():
+    assert load_config(WHOLE) == load_config()
+    assert load_config(WHOLE).grad_freeze.freeze_p == 0.7
+
+
+@pytest.mark.parametrize("nothing", [None, {}, ""])
+def test_nothing_means_defaults(nothing):
+    assert load_config(nothing) == BoostConfig()
+    assert hash(load_config(nothing)) == hash(BoostConfig())
+
+
+def test_a_file_and_the_equal_dict_are_equal(tmp_path):
+    config = {
+        "$schema": "schema.json",
+        **WHOLE,
+        "grad_accumulation": {"grad_accumulation_step": 4},
+        "optimizer": {
+            "name": "sgd",
+            "learning_rate": {
+                "name": "piecewise_constant_schedule",
+                "init_value": 0.1,
+                "boundaries_and_scales": {"10": 0.5, "9": 0.1},
+            },
+        },
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    loaded = load_config(path)
+    assert loaded == load_config(str(path)) == load_config(config)
+    assert hash(loaded) == hash(load_config(config))
+    assert loaded.every == 4
+    with_ints = {**config, "optimizer": {**config["optimizer"]}}
+    with_ints["optimizer"]["learning_rate"] = {
+        **config["optimizer"]["learning_rate"],
+        "boundaries_and_scales": {9: 0.1, 10: 0.5},
+    }
+    assert load_config(with_ints) == loaded
+    assert load_config(loaded) is loaded
+    assert load_config({"grad_accumulation": {"every": 5}}) != loaded
+
+
+def test_a_config_is_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        load_config().boost = None
+    with pytest.raises(ValueError, match="frozen"):
+        load_config().boost.adasum = True
+
+
+def test_the_nearest_name_is_suggested():
+    refused(
+        {"boost": {"grad_freze": True}, "grad_freze": {}},
+        "2 faults",
+        "boost.grad_freze: unknown key. Did you mean 'grad_freeze'?",
+        "grad_freze: unknown section. Did you mean 'grad_freeze'?",
+    )
+    refused({"boost": {"mode": "manul"}}, "boost.mode", "Did you mean 'manual'?")
+
+
+def test_all_faults_stand_in_one_message():
+    message = refused(
+        {
+            "boost": {"less_bn": 1, "adasum": "False", "mode": None},
+            "common": {"device_number": "8", "gradient_split_groups": [100, 50]},
+            "grad_freeze": {"total_steps": 2.5, "freeze_p": 1.5, "freeze_type": True},
+            "dim_reduce": {"rho": float("nan"), "timeout": 0, "pca_mat_path": 3},
+            "clip": {"global_norm": 0.0},
+            "optimizer": {"name": "adamw", "learning_rate": "1e-4"},
+            "less_bn": [],
+        },
+        "14 faults",
+        "boost.less_bn: got 1 (a number); allowed: true or false",
+        'boost.adasum: got "False" (text); allowed: true or false',
+        "boost.mode: got null; allowed: one of 'auto', 'manual', 'enable_all', 'disable_all'",
+        'common.device_number: got "8" (text); allowed: an integer from 1 to',
+        "common.gradient_split_groups: got (100, 50) (a list)",
+        "grad_freeze.total_steps: got 2.5 (a number)",
+        "grad_freeze.freeze_p: got 1.5 (a number); allowed: a number from 0 to 1",
+        "grad_freeze.freeze_type: got true (a boolean)",
+        "dim_reduce.rho: got nan",
+        "dim_reduce.timeout: got 0",
+        "dim_reduce.pca_mat_path: got 3",
+        "clip.global_norm: got 0.0 (a number); allowed: a number above 0",
+        'optimizer.learning_rate: got "1e-4" (text)',
+        "less_bn: got () (a list); allowed: an object",
+    )
+    assert message.count("\n- ") == 14
+
+
+@pytest.mark.parametrize("section", ["common", "grad_accumulation"])
+@pytest.mark.parametrize("key", ["grad_accumulation_step", "every"])
+@pytest.mark.parametrize("wrong", [0, -2, 2.5, True, "4", None, np.bool_(True), np.float32(4)])
+def test_accumulation_steps_that_are_refused(section, key, wrong):
+    if (section, key) == ("common", "every"):
+        key = "grad_accumulation_step"
+    refused({section: {key: wrong}}, f"{section}.{key}: got")
+
+
+@pytest.mark.parametrize("right", [4, np.int64(4), np.array(4), jnp.int32(4), lambda step: 4])
+def test_accumulation_steps_that_are_taken(right):
+    every = load_config({"grad_accumulation": {"every": right}}).every
+    assert every is right if callable(right) else (every, type(every)) == (4, int)
+    assert load_config({"common": {"grad_accumulation_step": right}}).every == every
+
+
+def test_numpy_values_become_plain():
+    config = load_config(
+        {
+            "boost": {"grad_freeze": np.bool_(True)},
+            "common": {"gradient_split_groups": np.int32(50)},
+            "grad_freeze": {"freeze_p": np.float64(0.5), "param_groups": np.uint8(3)},
+        }
+    )
+    assert config.boost.grad_freeze is True
+    assert config.common.gradient_split_groups == (50,)
+    assert type(config.grad_freeze.freeze_p) is float
+    assert load_config({"grad_freeze": {"freeze_p": 1}}).grad_freeze.freeze_p == 1.0
+
+
+@pytest.mark.parametrize("section", list(WHOLE))
+def test_null_is_refused_except_for_the_two_paths(section):
+    for key in WHOLE[section]:
+        config = {section: {key: None}}
+        if key in ("pca_mat_path", "weight_load_dir"):
+            assert load_config(config) == load_config()
+        else:
+            refused(config, f"{section}.{key}: got null")
+    refused({section: None}, f"{section}: got null")
+
+
+def test_two_names_for_one_setting():
+    refused(
+        {"grad_freeze": {"freeze_p": 0.7, "full_fraction": 0.7}},
+        "grad_freeze.full_fraction: says the same as grad_freeze.freeze_p",
+    )
+    refused({"grad_freeze": {"freeze_type": 0, "kind": "ramp"}}, "grad_freeze.kind")
+    refused(
+        {"common": {"grad_accumulation_step": 2}, "grad_accumulation": {"every": 2}},
+        "common.grad_accumulation_step: says the same as grad_accumulation.every",
+    )
+    refused({"clip": {"value": 1.0, "global_norm": 1.0}}, "clip.value")
+    ours = load_config({"grad_freeze": {"full_fraction": 0.3, "kind": "ramp"}}).grad_freeze
+    assert (ours.share_of_full_steps, ours.schedule_kind) == (0.3, "ramp")
+    theirs = load_config({"grad_freeze": {"freeze_p": 0.3, "freeze_type": 0}}).grad_freeze
+    assert (theirs.share_of_full_steps, theirs.schedule_kind) == (0.3, "continuous")
+
+
+def test_requests_for_what_is_not_built_join_the_list():
+    refused(
+        {"boost": {"mode": "manual", "adasum": True, "less_bn": True}, "commn": {}},
+        "3 faults",
+        "boost.adasum: adasum is not built yet",
+        "boost.less_bn: less_bn is not built yet",
+        "commn: unknown section",
+    )
+
+
+def test_other_types():
+    for wrong in (3, [], True, b"x"):
+        with pytest.raises((TypeError, ConfigError)):
+            load_config(wrong)
+    refused({3: {}}, "the key 3 is not text")
+    refused({"boost": {3: True}}, "boost.3: unknown key")
+    with pytest.raises(ConfigError, match="unknown section"):
+        BoostConfig(bost={})
+
+
+# Files
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    for path, part in ((tmp_path / "missing.json", "No such file"), (tmp_path, "directory")):
+        refused(str(path), str(path), part)
+        refused(path, str(path))
+    for name, content, part in (
+        ("broken", b'{"boost": ', "line 1, column"),
+        (
+            "list",
+            b"[1]",
+            "top level must be an object, got [1] (a list)".replace(
+                "object,", "object with sections,"
+            ),
+        ),
+        ("text", b'"x"', "top level"),
+        ("empty", b"", "broken JSON"),
+        ("latin", b'{"b\xf6": 1}', "UTF-8"),
+        ("nan", b'{"grad_freeze": {"freeze_p": NaN}}', "got NaN"),
+        ("twice", b'{"boost": {"adasum": false, "adasum": true}}', "'adasum' stands twice"),
+        ("deep", b"[" * 200_000, "nested too deeply"),
+        ("digits", b'{"a": ' + b"1" * 10_000 + b"}", "digits"),
+        ("fault", b'{"boost": {"adasum": "False"}}', 'boost.adasum: got "False"'),
+        ("infinite", b'{"grad_freeze": {"freeze_p": 1e999}}', "grad_freeze.freeze_p"),
+    ):
+        path = tmp_path / f"{name}.json"
+        path.write_bytes(content)
+        refused(str(path), str(path), part)
+    refused("a\0b", "null")
+
+
+def test_a_byte_order_mark_is_passed_over(tmp_path):
+    path = tmp_path / "bom.json"
+    path.write_text('{"less_bn": {"gc_flag": false}}', encoding="utf-8-sig")
+    assert load_config(os.fspath(path)).less_bn.gc_flag is False
+
+
+# Optimizers by name
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "lion", "muon", "prodigy", "lbfgs", "polyak_sgd"])
+def test_optimizers_by_name(name):
+    arguments = {} if name in ("lbfgs", "polyak_sgd") else {"learning_rate": 0.1}
+    tx = load_config({"optimizer": {"name": name, **arguments}}).optimizer.build()
+    assert isinstance(tx, optax.GradientTransformation)
+
+
+# They need a name inside them, or call their rate otherwise; the last one is deprecated.
+NEED_MORE = {"mechanize", "polyak_sgd", "sam", "schedule_free", "dpsgd", "noisy_sgd", "galore"}
+
+
+def test_every_optimizer_that_needs_only_a_rate_builds():
+    names = set(catalogue("optimizer")) - NEED_MORE - {"optimistic_adam"}
+    assert len(names) >= 40
+    for name in names:
+        load_config({"optimizer": {"name": name, "learning_rate": 0.1}})
+
+
+def test_a_named_optimizer_is_the_same_as_the_function():
+    config = load_config(
+        {
+            "optimizer": {
+                "name": "adamw",
+                "learning_rate": {
+                    "name": "cosine_decay_schedule",
+                    "init_value": 0.1,
+                    "decay_steps": 4,
+                },
+                "weight_decay": 0.1,
+                "mask": ["*/kernel"],
+                "mu_dtype": "bfloat16",
+            }
+        }
+    )
+    ours = config.optimizer.build()
+    theirs = optax.adamw(
+        optax.cosine_decay_schedule(0.1, 4),
+        weight_decay=0.1,
+        mask={"a": {"bias": False, "kernel": True}},
+        mu_dtype="bfloat16",
+    )
+    params = {"a": {"bias": jnp.ones(2), "kernel": jnp.ones((2, 2))}}
+    states = ours.init(params), theirs.init(params)
+    for _ in range(3):
+        first, a = ours.update(params, states[0], params)
+        second, b = theirs.update(params, states[1], params)
+        states = a, b
+        np.testing.assert_array_equal(first["a"]["kernel"], second["a"]["kernel"])
+        np.testing.assert_array_equal(first["a"]["bias"], second["a"]["bias"])
+
+
+def test_nested_names():
+    config = load_config(
+        {
+            "optimizer": {
+                "name": "sam",
+                "optimizer": {"name": "sgd", "learning_rate": 0.1},
+                "adv_optimizer": [{"name": "normalize"}, {"name": "sgd", "learning_rate": 0.05}],
+            }
+        }
+    )
+    config.optimizer.build().init(jnp.ones(2))
+    joined = load_config(
+        {
+            "optimizer": {
+                "name": "sgd",
+                "learning_rate": {
+                    "name": "join_schedules",
+                    "schedules": [
+                        {"name": "constant_schedule", "value": 1.0},
+                        {"name": "constant_schedule", "value": 2.0},
+                    ],
+                    "boundaries": [3],
+                },
+            }
+        }
+    ).optimizer
+    rate = joined.get("learning_rate").build()
+    assert [float(rate(i)) for i in (2, 3)] == [1.0, 2.0]
+    cycles = [
+        {
+            "init_value": 0.0,
+            "peak_value": 1.0,
+            "decay_steps": 4,
+            "warmup_steps": 2,
+            "end_value": 0.0,
+        }
+    ]
+    named = load_config(
+        {
+            "optimizer": {
+                "name": "sgd",
+                "learning_rate": {"name": "sgdr_schedule", "cosine_kwargs": cycles},
+            }
+        }
+    ).optimizer
+    assert float(named.get("learning_rate").build()(2)) == 1.0
+
+
+def test_faults_of_the_optimizer():
+    refused({"optimizer": {"name": "adamq"}}, "optimizer.name", "Did you mean 'adam'?")
+    refused({"optimizer": {"nme": "adam"}}, "optimizer.name: missing", "Did you mean")
+    refused({"optimizer": {"name": "sgd"}}, "optimizer.learning_rate: missing; sgd needs a number")
+    refused(
+        {"optimizer": {"name": "sgd", "learning_rate": 0.1, "momentm": 0.9}},
+        "optimizer.momentm: sgd has no argument 'momentm'. Did you mean 'momentum'?",
+    )
+    refused({"optimizer": None}, "optimizer: got null")
+    refused({"optimizer": "adam"}, 'optimizer: got "adam" (text)')
+    for value in (True, None, -0.1, float("inf"), [0.1]):
+        refused(
+            {"optimizer": {"name": "sgd", "learning_rate": value}}, "optimizer.learning_rate: got"
+        )
+    refused(
+        {"optimizer": {"name": "sgd", "learning_rate": 1, "nesterov": 1}},
+        "nesterov: got 1 (a number)",
+    )
+    refused(
+        {"optimizer": {"name": "sgd", "learning_rate": {"name": "cosine_decy_schedule"}}},
+        "optimizer.learning_rate.name",
+        "Did you mean 'cosine_decay_schedule'?",
+    )
+    refused(
+        {
+            "optimizer": {
+                "name": "sgd",
+                "learning_rate": {
+                    "name": "cosine_decay_schedule",
+                    "init_value": 1,
+                    "decay_steps": 0,
+                },
+            }
+        },
+        "optimizer.learning_rate: optax.cosine_decay_schedule refuses",
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["os.system", "__import__", "chain", "inject_hyperparams", "apply_updates"]
+)
+def test_only_optimizers_can_be_named(name):
+    refused({"optimizer": {"name": name, "learning_rate": 0.1}}, "optimizer.name: got")
+
+
+def test_functions_are_taken_as_rates():
+    rate = optax.constant_schedule(0.1)
+    config = load_config({"optimizer": {"name": "sgd", "learning_rate": rate}})
+    assert config.optimizer.get("learning_rate") is rate
+    assert config == load_config({"optimizer": {"name": "sgd", "learning_rate": rate}})
+
+
+# Round trips and the schema
+
+
+def test_to_dict_round_trips():
+    config = load_config(
+        {
+            "grad_freeze": {"full_fraction": 0.3},
+            "grad_accumulation": {"every": 4},
+            "optimizer": {"name": "adam", "learning_rate": 0.1, "eps": 1e-6},
+        }
+    )
+    for defaults in (True, False):
+        text = json.dumps(config.to_dict(defaults=defaults))
+        assert load_config(json.loads(text)) == config
+    assert config.to_dict(defaults=False)["grad_freeze"] == {"full_fraction": 0.3}
+    every = load_config({"grad_accumulation": {"every": lambda step: 1}}).to_dict()
+    assert every["grad_accumulation"]["every"].startswith("<")
+
+
+def test_the_schema_knows_every_key():
+    schema = json_schema()
+    assert set(schema["properties"]) == {*BoostConfig.model_fields, "$schema"}
+    for section, keys in WHOLE.items():
+        reference = schema["properties"][section]["$ref"].rsplit("/", 1)[1]
+        properties = schema["$defs"][reference]["properties"]
+        assert set(keys) <= set(properties)
+        for key, value in keys.items():
+            assert properties[key]["default"] == value
+            assert properties[key]["description"]
+    assert schema["$defs"]["Common"]["properties"]["grad_accumulation_step"]["minimum"] == 1
+    assert "sgd" in schema["$defs"]["optimizer"]["properties"]["name"]["enum"]
+
+
+def test_the_schema_agrees_with_the_loader():
+    validate = pytest.importorskip(
+        "jsonschema", reason="comes with the docs extra (nbformat)"
+    ).Draft202012Validator(json_schema())
+    optimizer = {"name": "sgd", "learning_rate": 0.1}
+    for right in (WHOLE, {}, {"optimizer": optimizer}, {"grad_accumulation": {"every": 2}}):
+        assert validate.is_valid(right)
+        load_config(right)
+    for wrong in (
+        {"boost": {"grad_freze": True}},
+        {"boost": {"adasum": "False"}},
+        {"boost": {"adasum": None}},
+        {"grad_freeze": {"full_fraction": None}},
+        {"grad_freeze": {"total_steps": 0}},
+        {"grad_accumulation": {"every": 2.5}},
+        {"optimizer": {**optimizer, "momentm": 1}},
+        {"optimizer": {"name": "adamq"}},
+        {"optimizer": {**optimizer, "momentum": "0.9"}},
+        {"clip": {"global_norm": 0}},
+    ):
+        assert not validate.is_valid(wrong)
+        refused(wrong)
+
+
+_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+_keys = st.sampled_from(
+    ["mode", "adasum", "param_groups", "every", "rho", "name", "learning_rate", "x"]
+)
+_sections = st.sampled_from([*BoostConfig.model_fields, "bost"])
+
+
+@given(
+    st.dictionaries(_sections, _values | st.dictionaries(_keys, _values, max_size=3), max_size=3)
+)
+def test_any_dictionary_is_read_or_refused_with_paths(raw):
+    try:
+        config = load_config(raw)
+    except ConfigError as fault:
+        message = str(fault)
+    else:
+        assert load_config(config.to_dict()) == config == load_config(raw)
+        return
+    lines = message.splitlines()
+    assert lines[0].split()[0] == str(sum(line.startswith("- ") for line in lines))
+    assert any(line.startswith(f"- {section}") for line in lines for section in raw)
+
+
+def test_the_names_are_public():
+    assert boostax.load_config is load_config
+    assert issubclass(boostax.ConfigError, ValueError)

@@ -1,0 +1,138 @@
+"""Levels, modes, exclusions and what is reported."""
+
+import pytest
+
+from boostax import rules
+from boostax.config import load_config
+from boostax.errors import ConfigError
+from boostax.rules import EXCLUSIONS, ORDER, TECHNIQUES, resolve
+
+BUILT = {name for name, row in TECHNIQUES.items() if row.built}
+
+
+def states(config, level="O0"):
+    return {d.technique: d.state for d in resolve(load_config(config), level).decisions}
+
+
+def test_levels():
+    assert resolve(load_config(), "O0").enabled == ()
+    assert resolve(load_config(), "O1").enabled == ("grad_freeze", "centralize")
+    assert resolve(load_config(), "O2").enabled == ("grad_freeze", "centralize")
+    assert states({}, "O1") == {
+        "less_bn": "not built",
+        "grad_freeze": "on",
+        "grad_accumulation": "off",
+        "centralize": "on",
+        "adasum": "off",
+        "dim_reduce": "off",
+        "loss_scale_group": "off",
+    }
+    assert states({}, "O2")["adasum"] == "not built"
+
+
+@pytest.mark.parametrize("level", ["O9", "o1", "", 1, None])
+def test_unknown_levels(level):
+    with pytest.raises(ConfigError, match=r"level: got .*'O0', 'O1', 'O2'"):
+        resolve(load_config(), level)
+
+
+def test_gc_flag_carries_centralization():
+    assert states({"less_bn": {"gc_flag": False}}, "O1")["centralize"] == "off"
+    assert (
+        states({"less_bn": {"gc_flag": False}, "boost": {"mode": "enable_all"}})["centralize"]
+        == "off"
+    )
+
+
+def test_auto_reports_the_flags_that_the_level_overrode():
+    config = load_config(
+        {"boost": {"grad_freeze": False, "grad_accumulation": True, "adasum": True}}
+    )
+    notes = "\n".join(resolve(config, "O1").notes)
+    assert "boost.grad_freeze is false, but mode 'auto' overrides it: on" in notes
+    assert "boost.grad_accumulation is true, but mode 'auto' overrides it: off" in notes
+    assert "boost.adasum is true, but mode 'auto' overrides it: off" in notes
+    assert resolve(load_config(), "O1").notes == ()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_manual_obeys_the_flags_at_every_level(level):
+    config = {"boost": {"mode": "manual", "grad_accumulation": True, "centralize": True}}
+    resolution = resolve(load_config(config), level)
+    assert resolution.enabled == ("grad_accumulation", "centralize")
+    assert "changes nothing" in resolution.notes[0]
+    assert resolve(load_config({"boost": {"mode": "manual"}}), level).enabled == ()
+
+
+@pytest.mark.parametrize("name", sorted(set(TECHNIQUES) - BUILT))
+def test_only_an_explicit_request_for_missing_code_is_refused(name):
+    with pytest.raises(ConfigError, match=f"boost.{name}: {name} is not built yet"):
+        load_config({"boost": {"mode": "manual", name: True}})
+    load_config({"boost": {name: True}})
+
+
+def test_enable_all_and_disable_all():
+    assert set(resolve(load_config({"boost": {"mode": "enable_all"}})).enabled) == BUILT
+    left = states({"boost": {"mode": "enable_all"}})
+    assert {name for name, state in left.items() if state == "not built"} == set(TECHNIQUES) - BUILT
+    config = load_config({"boost": {"mode": "disable_all", "grad_freeze": True}})
+    resolution = resolve(config, "O2")
+    assert resolution.enabled == ()
+    assert "mode 'disable_all' overrides it: off" in resolution.notes[0]
+
+
+def test_sections_of_what_is_off_are_reported():
+    config = load_config(
+        {
+            "grad_freeze": {"param_groups": 4},
+            "dim_reduce": {"rho": 0.5},
+            "common": {"grad_accumulation_step": 4, "device_number": 4},
+            "less_bn": {"gc_flag": False},
+        }
+    )
+    notes = resolve(config, "O0").notes
+    assert len(notes) == 4
+    for part in ("section grad_freeze", "section dim_reduce", "common.grad_acc", "common.device"):
+        assert any(note.startswith(part) and "no effect" in note for note in notes)
+
+
+LBFGS = {"optimizer": {"name": "lbfgs"}, "grad_accumulation": {"every": 2}}
+
+
+def test_exclusions_are_refused_with_the_reason():
+    flags = {"mode": "manual", "grad_accumulation": True, "grad_freeze": True, "centralize": True}
+    with pytest.raises(ConfigError) as error:
+        load_config({**LBFGS, "boost": flags, "centralize": {"on": "update"}})
+    message = str(error.value)
+    assert "boost.grad_accumulation: grad_accumulation does not go with optimizer" in message
+    assert "use grad_accumulation.microbatch" in message
+    assert "boost.grad_freeze" in message
+    assert "boost.centralize" in message
+    with pytest.raises(ConfigError, match=r"boost.grad_freeze: .*curvature pairs"):
+        resolve(load_config({"optimizer": {"name": "lbfgs"}}), "O1")
+
+
+def test_enable_all_leaves_out_what_is_excluded_and_says_why():
+    resolution = resolve(load_config({**LBFGS, "boost": {"mode": "enable_all"}}))
+    assert resolution.enabled == ("centralize",)
+    reasons = {d.technique: d.reason for d in resolution.decisions if d.state == "left out"}
+    assert set(reasons) == {"grad_accumulation", "grad_freeze"}
+    assert "left out" in str(resolution)
+
+
+def test_the_tables_are_consistent():
+    assert len({place.part for place in ORDER}) == len(ORDER)
+    assert all(place.technique is None or place.technique in TECHNIQUES for place in ORDER)
+    assert all(place.why for place in ORDER)
+    for row in EXCLUSIONS:
+        assert row.keeps in {*TECHNIQUES, "optimizer"}
+        assert row.drops in TECHNIQUES
+        assert row.reason
+    assert set(rules.LEVELS) == {"O0", "O1", "O2"}
+
+
+def test_it_prints_as_a_table():
+    text = str(resolve(load_config(), "O2"))
+    assert text.startswith("level O2, mode auto\n")
+    assert "adasum" in text
+    assert "not built yet" in text
