@@ -1,0 +1,194 @@
+"""Arms of a comparison: a config, a level and a learning rate, built into a train step."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import optax
+
+from boostax.compare.task import Task, UsageError
+from boostax.errors import ConfigError, did_you_mean
+
+__all__ = ["Arm", "BuiltArm", "build_arm", "load_arms"]
+
+_OWN_KEYS = ("name", "level", "learning_rate")
+_LEVELS = ("O0", "O1", "O2")
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """One way to train.
+
+    Attributes:
+      name: unique among the arms; the column in the report.
+      config: a boostax config as a dict; ``{}`` for the plain arm.
+      level: ``"O0"``, ``"O1"`` or ``"O2"``. Default ``"O0"``.
+      learning_rate: > 0, or None for the comparison's rate.
+    """
+
+    name: str
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    level: str = "O0"
+    learning_rate: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class BuiltArm:
+    """An arm's train step and what came of its config.
+
+    Attributes:
+      step: the :class:`boostax.training.step.TrainStep`, for all seeds.
+      updates: optimizer updates in the budget; where the schedules end.
+      config: the config as used.
+      enabled: the names of the techniques that are on.
+      notes: what the reader should know.
+    """
+
+    step: Any
+    updates: int
+    config: Mapping[str, Any]
+    enabled: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def load_arms(paths: Sequence[str], levels: Sequence[str] | None = None) -> list[Arm]:
+    """Read one arm from each config file; the first is the plain arm that others are held against.
+
+    A file is a boostax config, with an optional section of ours beside it: ``"compare": {"name":
+    ..., "level": ..., "learning_rate": ...}``. The name defaults to the file's.
+
+    Args:
+      paths: JSON files.
+      levels: one for all files, or one each, instead of the files' own; default None.
+
+    Raises:
+      UsageError: a file is missing or not a JSON object, or names or levels do not fit.
+      ConfigError: a config has faults.
+    """
+    from boostax.config import load_config
+
+    if levels is not None and len(levels) not in (1, len(paths)):
+        raise UsageError(
+            f"--levels: got {len(levels)} levels for {len(paths)} configs; give one for all, or one "
+            "for each"
+        )
+    arms = []
+    for number, text in enumerate(paths):
+        path = pathlib.Path(text)
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UsageError(f"--configs: can't read {text!r} ({error.strerror})") from None
+        except ValueError as error:
+            raise UsageError(f"--configs: {text} is not JSON ({error})") from None
+        if not isinstance(raw, dict):
+            raise UsageError(f"--configs: {text} must hold a JSON object, got {type(raw).__name__}")
+        own = raw.pop("compare", {})
+        arm = _own_section(own, text, raw)
+        if levels is not None:
+            arm = dataclasses.replace(arm, level=levels[number if len(levels) > 1 else 0])
+        if arm.level not in _LEVELS:
+            raise UsageError(
+                f"{text}: level must be one of {', '.join(_LEVELS)}, got {arm.level!r}"
+            )
+        try:
+            load_config(raw)
+        except ConfigError as error:
+            raise ConfigError(f"{text}: {error}") from None
+        arms.append(arm if arm.name else dataclasses.replace(arm, name=path.stem))
+    names = [arm.name for arm in arms]
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError(
+                f"--configs: two arms are called {name!r}; give one a name of its own in its file: "
+                '{"compare": {"name": "..."}}'
+            )
+    return arms
+
+
+def _own_section(own: Any, path: str, config: Mapping[str, Any]) -> Arm:
+    if not isinstance(own, dict):
+        raise UsageError(f"{path}: compare must be an object, got {type(own).__name__}")
+    for key in own:
+        if key not in _OWN_KEYS:
+            raise UsageError(
+                f"{path}: compare.{key} is not known.{did_you_mean(key, _OWN_KEYS)} Allowed: "
+                f"{', '.join(_OWN_KEYS)}"
+            )
+    rate = own.get("learning_rate")
+    if rate is not None and (
+        isinstance(rate, bool) or not isinstance(rate, (int, float)) or rate <= 0
+    ):
+        raise UsageError(f"{path}: compare.learning_rate must be a number > 0, got {rate!r}")
+    for key in ("name", "level"):
+        if key in own and (not isinstance(own[key], str) or not own[key]):
+            raise UsageError(f"{path}: compare.{key} must be text, got {own[key]!r}")
+    return Arm(own.get("name", ""), config, own.get("level", "O0"), rate)
+
+
+def build_arm(
+    arm: Arm, task: Task, *, steps: int, rate: float, model: Any, model_state: Any, batch: Any
+) -> BuiltArm:
+    """Build an arm's train step for a budget.
+
+    The task's optimizer is made for the number of updates that the arm has: with a window of K
+    batches an arm has ``steps // K`` updates, and its schedules end there. The same goes for the
+    freeze schedule, unless the config gives its own ``total_steps``.
+
+    Args:
+      arm: the arm.
+      task: the task.
+      steps: int >= 1, calls of the step.
+      rate: the learning rate; it is part of the state, so another rate compiles nothing anew.
+      model: the parameters or the nnx model, as ``task.init`` made them.
+      model_state: linen collections, or None.
+      batch: one batch, for the order of the layers.
+
+    Raises:
+      UsageError: the config does not fit this model or budget.
+    """
+    from boostax.auto import AutoBoost
+
+    try:
+        boost = AutoBoost(arm.level, copy.deepcopy(dict(arm.config)))
+    except ValueError as error:
+        raise UsageError(f"arm {arm.name!r}: {error}") from error
+    every = _window(boost)
+    updates = max(1, steps // every)
+    notes = []
+    if steps % every:
+        notes.append(f"the last {steps % every} batches do not fill a window of {every}")
+    config = copy.deepcopy(dict(arm.config))
+    if "grad_freeze" in boost.enabled:
+        section = config.setdefault("grad_freeze", {})
+        given = section.setdefault("total_steps", updates)
+        if given != updates:
+            notes.append(
+                f"its freeze schedule ends after {given} updates, its budget after {updates}"
+            )
+        boost = AutoBoost(arm.level, copy.deepcopy(config))
+    optimizer = task.optimizer(rate, updates)
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise UsageError(
+            f"{task.name}: optimizer(learning_rate, steps) must return an optax transformation, got "
+            f"{type(optimizer).__name__}"
+        )
+    injected = optax.inject_hyperparams(
+        lambda learning_rate: task.optimizer(learning_rate, updates)
+    )
+    tx = _optimizer(boost, injected(learning_rate=rate), task, model, model_state, batch)
+    step = boost.train_step(task.loss, tx, has_aux=task.has_aux)
+    return BuiltArm(step, updates, config, tuple(boost.enabled), tuple(notes))
+
+
+def _window(boost: Any) -> int:
+    """Return how many calls one update takes."""
+    if "grad_accumulation" not in boost.enabled:
+        return 1
+    every = boost.config.every
+    return 1 if callable(every) else int(every)

@@ -1,0 +1,172 @@
+"""The command ``boostax compare``: arguments, live progress, exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import pathlib
+import shlex
+import sys
+from typing import Any
+
+from boostax.compare.task import UsageError, load_task, parse_target
+from boostax.errors import ConfigError, MissingExtraError, require
+
+__all__ = ["add_arguments", "run"]
+
+_SEEDS = 5
+_POINTS = 40  # evaluations in a run, unless --eval-every says otherwise
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``boostax compare`` to a parser."""
+    parser.description = (
+        "Train a task with several configs on paired seeds, and report how long each takes to "
+        "reach a target. Without arguments: a small conv net on scikit-learn's digits, plain, at "
+        "level O1, with accumulation and with centralization."
+    )
+    parser.add_argument(
+        "task",
+        nargs="?",
+        metavar="TASK",
+        help="path/to/file.py:name of a task (see boostax.compare.Task); default: the digits",
+    )
+    parser.add_argument(
+        "--configs",
+        nargs="+",
+        metavar="JSON",
+        help="boostax configs, one an arm; the first is the plain arm that the others are held "
+        "against ({} will do)",
+    )
+    parser.add_argument(
+        "--levels",
+        nargs="+",
+        metavar="LEVEL",
+        help="O0, O1 or O2, one for all configs or one each; default: the config's compare.level, "
+        "or O0",
+    )
+    parser.add_argument("--target", metavar="METRIC=VALUE", help="default: the task's")
+    parser.add_argument(
+        "--seeds",
+        metavar="N",
+        default=str(_SEEDS),
+        help=f"paired seeds, from 0; default {_SEEDS}; fewer than 5 give no verdict",
+    )
+    parser.add_argument("--steps", metavar="N", help="budget in batches; default: the task's")
+    parser.add_argument("--learning-rate", metavar="RATE", help="default: the task's")
+    parser.add_argument(
+        "--eval-every", metavar="N", help=f"steps between evaluations; default: budget / {_POINTS}"
+    )
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        default="boostax-compare",
+        help="folder for the report and the finished runs; default ./boostax-compare",
+    )
+    parser.add_argument(
+        "--fresh",
+        action="store_true",
+        help="throw away the finished runs in the folder instead of taking them up",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; return 0, 2 for wrong input, or 130 after Ctrl-C."""
+    try:
+        return _run(args)
+    except (UsageError, ConfigError, MissingExtraError) as error:
+        print(f"boostax compare: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:  # before or after the runs
+        print("\nboostax compare: interrupted", file=sys.stderr)
+        return 130
+
+
+def _run(args: argparse.Namespace) -> int:
+    seeds = _positive_int("--seeds", args.seeds)
+    target = None if args.target is None else _target(args.target)
+    steps = None if args.steps is None else _positive_int("--steps", args.steps)
+    every = None if args.eval_every is None else _positive_int("--eval-every", args.eval_every)
+    rate = None if args.learning_rate is None else _positive("--learning-rate", args.learning_rate)
+    if args.levels is not None and args.configs is None:
+        raise UsageError("--levels goes with --configs, one level for all or one each")
+    for module in ("rich", "matplotlib"):  # before minutes of training, not after
+        require(module, "demo")
+
+    # JAX and the rest are imported only now, so that a wrong argument is told at once.
+    from boostax.compare import digits
+    from boostax.compare.arms import load_arms
+    from boostax.compare.display import Display
+    from boostax.compare.report import terminal_table, write_report
+    from boostax.compare.results import summarise
+    from boostax.compare.runner import Plan, compare, source_digest
+    from boostax.compare.storage import RunStore
+
+    arms = (
+        digits.digits_arms()
+        if args.configs is None
+        else tuple(load_arms(args.configs, args.levels))
+    )
+    if args.task is None:
+        task, source = digits.digits_task(), pathlib.Path(digits.__file__)
+    else:
+        task, source = load_task(args.task)
+    steps = task.steps if steps is None else steps
+    plan = Plan(
+        task=task,
+        arms=arms,
+        seeds=seeds,
+        steps=steps,
+        target=target or parse_target(task.target),
+        learning_rate=float(task.learning_rate) if rate is None else rate,
+        eval_every=max(1, steps // _POINTS) if every is None else every,
+        task_digest=source_digest(source),
+    )
+    store = RunStore(args.out, fresh=args.fresh)
+    with Display(plan) as display:
+        try:
+            runs, builds = compare(plan, store, display)
+        except KeyboardInterrupt:
+            display.close()
+            print(
+                f"\nboostax compare: interrupted; {display.kept} of {display.total} runs are kept in "
+                f"{store.runs}, and the same command goes on from there",
+                file=sys.stderr,
+            )
+            return 130
+    results = summarise(plan, runs, builds, _command_line())
+    written = write_report(store.folder, results, runs)
+    display.console.print(terminal_table(results))
+    print(f"Report: {written[0]}")
+    return 0
+
+
+def _target(text: str) -> Any:
+    try:
+        return parse_target(text)
+    except UsageError as error:
+        raise UsageError(f"--target: {error}") from None
+
+
+def _positive_int(argument: str, text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise UsageError(f"{argument} must be an integer >= 1, got {text!r}")
+    return value
+
+
+def _positive(argument: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise UsageError(f"{argument} must be a finite number > 0, got {text!r}")
+    return value
+
+
+def _command_line() -> str:
+    return shlex.join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]])

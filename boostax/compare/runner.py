@@ -1,0 +1,234 @@
+"""The comparison: every arm with every seed, interleaved, each finished run put on disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import pathlib
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from boostax.compare.arms import Arm, BuiltArm, build_arm
+from boostax.compare.measure import compilations, evaluate, run_arm, start_of
+from boostax.compare.storage import RunStore
+from boostax.compare.task import Target, Task, UsageError
+from boostax.errors import did_you_mean
+
+__all__ = ["Plan", "compare", "machine", "run_order", "versions"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """All that is fixed before the first run.
+
+    Attributes:
+      task: the task.
+      arms: the arms; the first is the plain one that the others are held against.
+      seeds: int >= 1; the seeds are 0, 1, ...
+      steps: int >= 1, the budget of every run, in batches.
+      target: the metric and the value to reach.
+      learning_rate: of the arms that have none of their own.
+      eval_every: int >= 1, steps between evaluations.
+      task_digest: digest of the task's source, so that its runs are not mixed with another's.
+    """
+
+    task: Task
+    arms: tuple[Arm, ...]
+    seeds: int
+    steps: int
+    target: Target
+    learning_rate: float
+    eval_every: int
+    task_digest: str = ""
+
+    def rate(self, arm: Arm) -> float:
+        """Return the learning rate of an arm."""
+        return self.learning_rate if arm.learning_rate is None else arm.learning_rate
+
+    def settings(self, arm: Arm) -> dict[str, Any]:
+        """Return what a run depends on; runs on disk are taken up only if it is the same."""
+        return {
+            "task": self.task.name,
+            "task_digest": self.task_digest,
+            "config": dict(arm.config),
+            "level": arm.level,
+            "learning_rate": self.rate(arm),
+            "steps": self.steps,
+            "eval_every": self.eval_every,
+            "target": str(self.target),
+            "versions": versions(),
+            "machine": machine(),
+        }
+
+
+class Watcher:
+    """What a comparison tells while it runs; the default says nothing."""
+
+    def begin(self, total: int, kept: int) -> None:
+        """There are ``total`` runs, ``kept`` of them already on disk."""
+
+    def start(self, arm: str, seed: int) -> None:
+        """A run starts."""
+
+    def progress(
+        self, step: int, steps: int, loss: float | None, metrics: Mapping[str, float]
+    ) -> None:
+        """A run was evaluated."""
+
+    def finish(self, run: Mapping[str, Any]) -> None:
+        """A run is on disk."""
+
+
+def run_order(arms: Sequence[Any], seeds: int) -> Iterator[tuple[int, Any]]:
+    """Yield ``(seed, arm)``: all arms with a seed before the next, beginning with another arm each.
+
+    A machine that gets slower or warmer over the minutes then falls on all arms alike.
+
+    Example:
+      >>> list(run_order("ab", 2))
+      [(0, 'a'), (0, 'b'), (1, 'b'), (1, 'a')]
+    """
+    for seed in range(seeds):
+        first = seed % len(arms)
+        for arm in [*arms[first:], *arms[:first]]:
+            yield seed, arm
+
+
+def compare(
+    plan: Plan, store: RunStore, watcher: Watcher | None = None
+) -> tuple[dict[str, list[dict[str, Any]]], dict[str, dict[str, Any]]]:
+    """Make the runs that are not on disk yet, and return all.
+
+    Args:
+      plan: what to run.
+      store: where finished runs are.
+      watcher: told of the progress. Default None.
+
+    Returns:
+      ``runs``: by arm, the records in the order of the seeds; and by arm, what is known of its
+      build (``updates``, ``config``, ``enabled``, ``notes``).
+
+    Raises:
+      UsageError: the task, a config or what is on disk does not fit.
+    """
+    watcher = watcher or Watcher()
+    done = {}
+    for seed, arm in run_order(plan.arms, plan.seeds):
+        run = store.load(arm.name, seed, plan.settings(arm))
+        if run is not None:
+            done[arm.name, seed] = run
+    watcher.begin(len(plan.arms) * plan.seeds, len(done))
+    compilations()
+    built: dict[str, BuiltArm] = {}
+    for seed, arm in run_order(plan.arms, plan.seeds):
+        if (arm.name, seed) in done:
+            continue
+        if not built:
+            # All arms, before any training: a config that does not fit shows at once.
+            built = _build_all(plan)
+        watcher.start(arm.name, seed)
+        record = run_arm(
+            plan.task,
+            built[arm.name].step,
+            seed=seed,
+            steps=plan.steps,
+            eval_every=plan.eval_every,
+            progress=watcher.progress,
+        )
+        run = {
+            "arm": arm.name,
+            "seed": seed,
+            "settings": plan.settings(arm),
+            "build": {
+                "updates": built[arm.name].updates,
+                "config": built[arm.name].config,
+                "enabled": built[arm.name].enabled,
+                "notes": built[arm.name].notes,
+            },
+            **record,
+        }
+        store.save(run)
+        # Read back, so that a fresh run and one taken up again are the same kind of object.
+        loaded = store.load(arm.name, seed, plan.settings(arm))
+        assert loaded is not None
+        done[arm.name, seed] = loaded
+        watcher.finish(loaded)
+    runs = {arm.name: [done[arm.name, seed] for seed in range(plan.seeds)] for arm in plan.arms}
+    return runs, {name: records[0]["build"] for name, records in runs.items()}
+
+
+def _build_all(plan: Plan) -> dict[str, BuiltArm]:
+    task = plan.task
+    model, model_state = start_of(task, jax.random.key(0))
+    batch = next(iter(task.batches(0)), None)
+    if batch is None:
+        raise UsageError(f"{task.name}: batches(0) is empty")
+    built = {
+        arm.name: build_arm(
+            arm,
+            task,
+            steps=plan.steps,
+            rate=plan.rate(arm),
+            model=model,
+            model_state=model_state,
+            batch=batch,
+        )
+        for arm in plan.arms
+    }
+    step = built[plan.arms[0].name].step
+    state = step.init(model, model_state=model_state, rng=jax.random.key(0))
+    metrics = evaluate(task, model, state)
+    if plan.target.metric not in metrics:
+        raise UsageError(
+            f"--target: evaluate returns no metric {plan.target.metric!r}."
+            f"{did_you_mean(plan.target.metric, metrics)} It returns: {', '.join(metrics)}"
+        )
+    if plan.target.met(metrics[plan.target.metric]):
+        raise UsageError(
+            f"--target: {plan.target} is met before any training "
+            f"({metrics[plan.target.metric]:.4g}); choose a harder one"
+        )
+    return built
+
+
+def source_digest(path: pathlib.Path | str) -> str:
+    """Return a digest of a source file."""
+    return hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()[:16]
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that the numbers depend on."""
+    import flax
+    import jaxlib
+    import numpy
+    import optax
+
+    import boostax
+
+    return {
+        "boostax": boostax.__version__,
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "flax": flax.__version__,
+        "optax": optax.__version__,
+        "numpy": numpy.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def machine() -> dict[str, Any]:
+    """Return what the times depend on: the device, and the cores that this process may use."""
+    count = getattr(os, "process_cpu_count", os.cpu_count)()
+    if hasattr(os, "sched_getaffinity"):
+        count = len(os.sched_getaffinity(0))
+    device = jax.devices()[0]
+    return {
+        "system": f"{platform.system()} {platform.machine()}",
+        "cores": count,
+        "backend": jax.default_backend(),
+        "device": device.device_kind,
+    }

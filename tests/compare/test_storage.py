@@ -1,0 +1,112 @@
+"""Finished runs on disk: whole or not there, and never mixed with those of other settings."""
+
+import json
+import math
+import os
+
+import numpy as np
+import pytest
+
+from boostax.compare.storage import RunStore, fingerprint, plain_json, write_json
+from boostax.compare.task import UsageError
+
+SETTINGS = {"task": "t", "config": {"a": 1}, "steps": 10}
+
+
+def run_of(arm="plain", seed=0, settings=SETTINGS):
+    return {
+        "arm": arm,
+        "seed": seed,
+        "settings": settings,
+        "step_seconds": [0.1, np.float32(0.5)],
+        "evaluations": [],
+    }
+
+
+def test_plain_json_knows_numpy_and_replaces_what_json_lacks():
+    value = {"a": np.float32(0.5), 1: (np.int64(2), math.inf), "b": np.array([1.0, math.nan])}
+    assert plain_json(value) == {"a": 0.5, "1": [2, None], "b": [1.0, None]}
+    assert plain_json([True, None, "x", 3]) == [True, None, "x", 3]
+
+
+def test_fingerprints_do_not_depend_on_the_order_of_keys():
+    assert fingerprint({"a": 1, "b": {"c": 2, "d": 3}}) == fingerprint(
+        {"b": {"d": 3, "c": 2}, "a": 1}
+    )
+    assert fingerprint({"a": 1}) != fingerprint({"a": 2})
+
+
+def test_a_run_comes_back(tmp_path):
+    store = RunStore(tmp_path / "deep" / "out")
+    assert store.load("plain", 0, SETTINGS) is None
+    path = store.save(run_of())
+    assert path == tmp_path / "deep" / "out" / "runs" / "plain-seed0.json"
+    run = RunStore(tmp_path / "deep" / "out").load("plain", 0, SETTINGS)
+    assert run is not None
+    assert run["step_seconds"] == [0.1, 0.5]
+    assert run["format"] == "boostax-compare-run/1"
+
+
+def test_an_interrupted_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
+    path = tmp_path / "a.json"
+    write_json(path, {"a": 1})
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_json(path, {"a": 2})
+    monkeypatch.undo()
+    assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
+    assert json.loads(path.read_text()) == {"a": 1}
+
+
+def test_left_temporary_files_are_swept_away(tmp_path):
+    store = RunStore(tmp_path)
+    left = store.runs / ".plain-seed0.json.123.tmp"
+    left.write_text("{")
+    assert RunStore(tmp_path).load("plain", 0, SETTINGS) is None
+    assert not left.exists()
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"format": "x"}', '{"format": "boostax-compare-run/1"}']
+)
+def test_a_file_that_is_no_run_is_named(tmp_path, content):
+    store = RunStore(tmp_path)
+    store.path("plain", 0).write_text(content)
+    with pytest.raises(UsageError, match=r"plain-seed0\.json is not a whole run"):
+        store.load("plain", 0, SETTINGS)
+    if "boostax" not in content:  # then it may be anybody's
+        with pytest.raises(UsageError, match=r"--fresh: .*plain-seed0\.json"):
+            RunStore(tmp_path, fresh=True)
+        assert store.path("plain", 0).read_text() == content
+
+
+def test_other_settings_are_refused_and_named(tmp_path):
+    store = RunStore(tmp_path)
+    store.save(run_of())
+    with pytest.raises(UsageError, match=r"plain-seed0.json was made.*steps: 10, now 20.*--fresh"):
+        store.load("plain", 0, {**SETTINGS, "steps": 20})
+    RunStore(tmp_path, fresh=True)
+    assert store.load("plain", 0, {**SETTINGS, "steps": 20}) is None
+
+
+def test_a_file_under_another_runs_name_is_refused(tmp_path):
+    store = RunStore(tmp_path)
+    store.save(run_of("a b"))
+    with pytest.raises(UsageError, match="holds the run of arm 'a b'"):
+        store.load("a_b", 0, SETTINGS)
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="--out: can't write"):
+        RunStore(tmp_path / "file" / "out")
+
+
+def test_foreign_results_are_not_overwritten(tmp_path):
+    (tmp_path / "results.json").write_text('{"mine": 1}')
+    with pytest.raises(UsageError, match=r"results\.json is not of boostax compare"):
+        RunStore(tmp_path)
