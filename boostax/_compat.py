@@ -1,0 +1,61 @@
+"""The one module that knows how JAX versions differ, and what its types need in ``shard_map``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import Tracer
+
+__all__ = ["cond", "varying_axes", "zeros_like"]
+
+
+def in_manual_region() -> bool:
+    """Say whether this is traced inside ``shard_map``."""
+    return bool(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def varying_axes(value: Any) -> frozenset[str]:
+    """Return the mesh axes over which a value in ``shard_map`` differs between devices."""
+    kind = getattr(value, "manual_axis_type", None)
+    if kind is None:
+        kind = getattr(jax.typeof(value), "manual_axis_type", None)
+    return frozenset(getattr(kind, "varying", ()))
+
+
+def zeros_like(value: Any) -> jax.Array:
+    """Return zeros of the same shape, dtype and sharding, the same on all devices in ``shard_map``.
+
+    ``jnp.zeros_like`` of a value that varies over a mesh axis varies as well.
+    """
+    if in_manual_region():
+        return jnp.zeros(jnp.shape(value), jnp.result_type(value))
+    return jnp.zeros_like(value)
+
+
+def cond(pred: Any, on_true: Callable[[], Any], on_false: Callable[[], Any]) -> Any:
+    """``lax.cond`` without operands, for known predicates and for ``shard_map``.
+
+    A predicate that is known (outside of jit) picks its branch in Python: ``lax.cond`` would
+    compile both, anew at every call. Inside ``shard_map`` the branches' results are brought to
+    the same type: a leaf that varies over a mesh axis in one branch varies in both.
+    """
+    if not isinstance(pred, Tracer):
+        return on_true() if pred else on_false()
+    if in_manual_region():
+        on_true, on_false = _joined(on_true, on_false), _joined(on_false, on_true)
+    return lax.cond(pred, on_true, on_false)
+
+
+def _joined(branch: Callable[[], Any], other: Callable[[], Any]) -> Callable[[], Any]:
+    def joined() -> Any:
+        def match(value: Any, like: Any) -> Any:
+            missing = varying_axes(like) - varying_axes(value)
+            return lax.pcast(value, tuple(sorted(missing)), to="varying") if missing else value
+
+        return jax.tree.map(match, branch(), jax.eval_shape(other))
+
+    return joined

@@ -1,0 +1,373 @@
+"""Gradient accumulation across steps: one optimizer update for a window of micro-batches.
+
+A window is ``every`` micro-batches. Their gradients g_i, with weights w_i, make one gradient::
+
+    reduce="mean":  sum(w_i * g_i) / sum(w_i)        reduce="sum":  sum(w_i * g_i)
+
+which the inner transformation sees once, at the window's last call. On the other calls the
+emitted updates are zeros and the inner state rests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from boostax import _compat
+from boostax._info import TransformInfo, with_info
+from boostax.updates._accumulate_checks import (
+    averaged_values,
+    check_choice,
+    check_every,
+    check_inner,
+    check_sums,
+    extra_templates,
+    is_float0,
+    is_inexact,
+    one_name,
+)
+from boostax.updates._skip import skip
+from boostax.updates._window import AccumulateState, flush, has_updated
+
+__all__ = ["AccumulateState", "accumulate", "flush", "has_updated"]
+
+_POLICIES = ("skip_micro", "skip_window", "off")
+Every = int | Callable[[Any], Any]
+
+
+def accumulate(
+    inner: optax.GradientTransformation,
+    every: Every | None = None,
+    *,
+    reduce: Literal["mean", "sum"] | None = None,
+    nonfinite: Literal["skip_micro", "skip_window", "off"] = "skip_micro",
+    accumulator_dtype: Any = jnp.float32,
+    average_extra: Sequence[str] | Mapping[str, Any] = (),
+    every_k_schedule: Every | None = None,
+    use_grad_mean: bool | None = None,
+    should_skip_update_fn: Callable[..., Any] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Run ``inner`` once per window of ``every`` micro-batches, on their combined gradient.
+
+    The window's gradient is :math:`\sum_i w_i g_i / \sum_i w_i` (``reduce="mean"``) or
+    :math:`\sum_i w_i g_i` (``"sum"``). On finite gradients with weights of 1 the result equals
+    ``optax.MultiSteps``, whose arguments are understood too.
+
+    ``update`` takes these keyword arguments beside those that ``inner`` wants:
+
+    - ``weight``: scalar >= 0, the micro-batch's weight (number of examples or tokens that its mean
+      loss is over). Default 1. A micro-batch of weight 0 adds nothing, whatever it holds; a window
+      whose weights add up to 0 (or to NaN) is dropped. ``inner`` gets the window's total.
+    - ``finite``: bool scalar, a decision on this micro-batch taken elsewhere (for all devices
+      together, say); it replaces the check of the gradients. Default: they are checked.
+
+    Args:
+      inner: the transformation that runs once a window. It sees gradients, and parameters, in
+        ``accumulator_dtype``; the emitted updates have the incoming gradients' dtypes.
+      every: micro-batches per window: an int >= 1 (numpy ints too), or a function of the number of
+        updates so far (int32 scalar, traced) that returns one.
+      reduce: ``"mean"`` (the default) or ``"sum"``.
+      nonfinite: what to do about a micro-batch with NaN or inf. ``"skip_micro"`` (default) leaves it
+        out, and the window waits for ``every`` good ones. ``"skip_window"`` drops the window that it
+        is in, without moving the boundary. ``"off"`` does not look.
+      accumulator_dtype: dtype of the sums and of what ``inner`` sees. Default float32.
+      average_extra: extra arguments of ``update`` that ``inner`` gets as their weighted mean over the
+        window. Names of float scalars, or a mapping from name to an example pytree (arrays or
+        ``ShapeDtypeStruct``). The other extra arguments are those of the window's last call.
+      every_k_schedule: ``optax.MultiSteps``'s name for ``every``.
+      use_grad_mean: ``optax.MultiSteps``'s form of ``reduce``: True is ``"mean"``, False ``"sum"``.
+      should_skip_update_fn: as for ``optax.MultiSteps``, ``(updates, update_count, params) ->
+        (bool scalar, skip_state)``: True leaves the micro-batch out, beside the policy.
+
+    Returns:
+      A transformation with an :class:`AccumulateState`.
+
+    Raises:
+      TypeError: an argument has a wrong type, or both names of one argument are given.
+      ValueError: ``every`` is less than 1, or a name is unknown.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> tx = accumulate(optax.sgd(1.0), 2)
+      >>> params = jnp.zeros(())
+      >>> state = tx.init(params)
+      >>> updates, state = tx.update(jnp.float32(6.0), state, params, weight=1)
+      >>> updates, state = tx.update(jnp.float32(2.0), state, params, weight=3)
+      >>> float(updates), int(state.micro_steps), int(state.updates)
+      (-3.0, 2, 1)
+
+    Source:
+      The interface follows ``optax.MultiSteps`` (DeepMind et al., The DeepMind JAX Ecosystem, 2020).
+
+    When not to use:
+      If the micro-batches are at hand together, :func:`boostax.microbatch` inside one step is
+      cheaper. If the whole batch fits into memory, use it whole: that is the fastest.
+    """
+    inner = check_inner(inner)
+    every = one_name("every", every, "every_k_schedule", every_k_schedule)
+    if use_grad_mean is not None and not isinstance(use_grad_mean, (bool, np.bool_)):
+        raise TypeError(f"use_grad_mean must be a bool, got {use_grad_mean!r}")
+    if reduce is not None and use_grad_mean is not None:
+        raise TypeError("reduce and use_grad_mean mean the same; give one of them")
+    if reduce is None:
+        reduce = "sum" if use_grad_mean is not None and not use_grad_mean else "mean"
+    every = check_every(every)
+    check_choice("reduce", reduce, ("mean", "sum"))
+    check_choice("nonfinite", nonfinite, _POLICIES)
+    dtype = jax.dtypes.canonicalize_dtype(accumulator_dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"accumulator_dtype must be a floating dtype, got {dtype}")
+    templates = extra_templates(average_extra)
+    single = not callable(every) and every == 1
+
+    def init(params: Any) -> Any:
+        sums = jax.tree.map(lambda leaf: _zero_sum(leaf, dtype), params)
+        zero, no = lambda: jnp.zeros((), jnp.int32), lambda: jnp.zeros((), jnp.bool_)
+        skip_state = ()
+        if should_skip_update_fn is not None:
+            nothing = jax.tree.map(jnp.zeros_like, params)
+            skip_state = should_skip_update_fn(nothing, zero(), params)[1]
+        seen = _in_dtype(params, dtype)
+        return AccumulateState(
+            *(zero() for _ in range(5)),
+            emitted=no(),
+            weight=None if single else jnp.zeros((), jnp.float32),
+            spoiled=no() if nonfinite == "skip_window" and not single else None,
+            grads=None if single else sums,
+            extra={} if single else {n: jax.tree.map(_zero_extra, t) for n, t in templates.items()},
+            skip_state=skip_state,
+            inner_state=_unshared(inner.init(seen), seen),
+        )
+
+    def update(
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        weight: Any = None,
+        finite: Any = None,
+        boostax_flush: bool = False,
+        **extra: Any,
+    ) -> tuple[Any, Any]:
+        grads, treedef = jax.tree.flatten(updates)
+        if boostax_flush and single:
+            return jax.tree.map(_zero_update, updates), state
+        averaged = {} if boostax_flush else averaged_values(templates, extra)
+        sums = [None] * len(grads) if single else treedef.flatten_up_to(state.grads)
+        has_sum = [is_inexact(g) for g in grads]
+        if not single:
+            check_sums(updates, sums)
+        skip_state = state.skip_state
+        if weight is not None:
+            weight = jnp.asarray(weight, jnp.float32)
+
+        # Which micro-batches are bad, and which count: Python bools wherever that is known.
+        bad = left_out = False
+        if not boostax_flush:
+            if nonfinite != "off":
+                values = (*(g for g, ok in zip(grads, has_sum, strict=True) if ok), averaged)
+                bad = jnp.logical_not(_all_finite(values) if finite is None else finite)
+                if weight is not None:
+                    bad = (weight != 0) & (bad | ~jnp.isfinite(weight) | (weight < 0))
+            if should_skip_update_fn is not None:
+                left_out, skip_state = should_skip_update_fn(updates, state.updates, params)
+                left_out = jnp.asarray(left_out, jnp.bool_)
+        used: Any = not boostax_flush
+        counted: Any = not boostax_flush
+        if bad is not False or left_out is not False:
+            used = jnp.logical_not(jnp.logical_or(bad, left_out))
+            counted = used if nonfinite == "skip_micro" else jnp.logical_not(left_out)
+        if weight is not None and not boostax_flush:
+            used = used & (weight != 0)
+
+        def add(total: Any, value: Any, to: Any, weighted: bool = True) -> Any:
+            value = value.astype(to)
+            if weight is not None and weighted:
+                value = value * weight.astype(value.real.dtype)
+            if used is not True:
+                value = jnp.where(used, value, jnp.zeros_like(value))
+            return value if total is None else total + value
+
+        # Where that takes the window.
+        one = jnp.float32(1.0) if weight is None else weight
+        added = one if used is True else jnp.where(used, one, 0.0)
+        total_weight = added if single else state.weight + added
+        if boostax_flush:
+            total_weight, position = state.weight, state.position
+            boundary = position > 0
+        elif single:
+            position, boundary = state.position, counted
+        else:
+            position = state.position + jnp.asarray(counted, jnp.int32)
+            boundary = position >= _window_size(every, state.updates)
+        spoiled = None
+        viable: Any = True
+        if weight is not None or boostax_flush:
+            viable = total_weight > 0
+        if nonfinite == "skip_window":
+            spoiled = bad if single else state.spoiled | bad
+            viable = viable & ~spoiled
+        emit = boundary if viable is True else boundary & viable
+        drop = False if viable is True else boundary & ~viable
+
+        def window_sums(weighted: bool = True) -> list[Any]:
+            if boostax_flush:
+                return sums
+            return [
+                add(total, g, _sum_dtype(g, dtype), weighted) if ok else g
+                for total, g, ok in zip(sums, grads, has_sum, strict=True)
+            ]
+
+        def extra_sums() -> dict[str, Any]:
+            if boostax_flush:
+                return state.extra
+            return {
+                name: jax.tree.map(lambda t, v: add(t, v, t.dtype), state.extra[name], value)
+                for name, value in averaged.items()
+            }
+
+        def close() -> Any:
+            mean = reduce == "mean"
+            divisor = jnp.where(total_weight > 0, total_weight, 1.0)
+            # A window of one: w * g / w is g.
+            seen = window_sums(weighted=not (single and mean))
+            passed = dict(averaged)
+            if not single:
+                if mean:
+                    seen = [
+                        s / divisor.astype(s.real.dtype) if ok else s
+                        for s, ok in zip(seen, has_sum, strict=True)
+                    ]
+                passed = jax.tree.map(
+                    lambda total: total / divisor.astype(total.dtype), extra_sums()
+                )
+            if weight is not None:
+                passed["weight"] = total_weight
+            out, inner_state = inner.update(
+                treedef.unflatten(seen),
+                state.inner_state,
+                None if params is None else _in_dtype(params, dtype),
+                **{**extra, **passed},
+            )
+            out = [
+                _as_dtype_of(u, g) for u, g in zip(treedef.flatten_up_to(out), grads, strict=True)
+            ]
+            inner_state = jax.tree.map(_as_dtype_of, inner_state, state.inner_state)
+            zeros = None if single else jax.tree.map(jnp.zeros_like, (state.grads, state.extra))
+            return [u for u in out if not is_float0(u)], zeros, inner_state
+
+        def go_on() -> Any:
+            zeros = [_zero_update(g) for g in grads if not is_float0(g)]
+            kept = None
+            if not single:
+                totals = [
+                    s if ok else old
+                    for s, old, ok in zip(window_sums(), sums, has_sum, strict=True)
+                ]
+                kept = treedef.unflatten(totals), extra_sums()
+                if drop is not False:
+                    kept = jax.tree.map(lambda s: jnp.where(drop, jnp.zeros_like(s), s), kept)
+            return zeros, kept, _skip_where(drop, state.inner_state)
+
+        emitted, kept, inner_state = close() if emit is True else _compat.cond(emit, close, go_on)
+        supply = iter(emitted)
+        out = treedef.unflatten([g if is_float0(g) else next(supply) for g in grads])
+        new_sums, new_extra = (None, state.extra) if kept is None else kept
+        clear = lambda value: jnp.where(boundary, jnp.zeros_like(value), value)
+        calls = state.micro_steps if boostax_flush else state.micro_steps + 1
+        missed = (
+            jnp.logical_or(bad, left_out) if bad is not False or left_out is not False else None
+        )
+        return out, AccumulateState(
+            micro_steps=calls,
+            updates=state.updates + (1 if emit is True else emit.astype(jnp.int32)),
+            position=position if single else clear(position),
+            skipped_micro=state.skipped_micro + (0 if missed is None else missed.astype(jnp.int32)),
+            skipped_windows=state.skipped_windows
+            + (0 if drop is False else drop.astype(jnp.int32)),
+            emitted=jnp.where(boundary, emit, state.emitted & bool(boostax_flush)),
+            weight=None if single else clear(total_weight),
+            spoiled=None if state.spoiled is None else clear(spoiled),
+            grads=new_sums,
+            extra=new_extra,
+            skip_state=skip_state,
+            inner_state=inner_state,
+        )
+
+    settings = {
+        "every": every,
+        "reduce": reduce,
+        "nonfinite": nonfinite,
+        "accumulator_dtype": str(dtype),
+        "average_extra": tuple(templates),
+    }
+    return with_info(
+        optax.GradientTransformationExtraArgs(init, update),
+        TransformInfo("accumulate", settings, inner=inner),
+    )
+
+
+def _window_size(every: Any, updates: jax.Array) -> Any:
+    if not callable(every):
+        return every
+    return jnp.maximum(jnp.asarray(every(updates)).astype(jnp.int32), 1)
+
+
+def _sum_dtype(leaf: Any, dtype: Any) -> Any:
+    if jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
+        return jnp.complex128 if dtype == jnp.float64 else jnp.complex64
+    return dtype
+
+
+def _zero_sum(leaf: Any, dtype: Any) -> Any:
+    if not is_inexact(leaf):
+        return optax.MaskedNode()
+    return jnp.zeros_like(leaf, dtype=_sum_dtype(leaf, dtype))
+
+
+def _zero_extra(leaf: Any) -> jax.Array:
+    return jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32))
+
+
+def _zero_update(grad: Any) -> Any:
+    return grad if is_float0(grad) else _compat.zeros_like(grad)
+
+
+def _in_dtype(params: Any, dtype: Any) -> Any:
+    """Return the parameters with their floating leaves seen as ``dtype``."""
+    return jax.tree.map(
+        lambda p: jnp.asarray(p).astype(_sum_dtype(p, dtype)) if is_inexact(p) else p, params
+    )
+
+
+def _as_dtype_of(value: Any, like: Any) -> Any:
+    if is_float0(value) or value is like or jnp.result_type(value) == jnp.result_type(like):
+        return value
+    return jnp.asarray(value).astype(jnp.result_type(like))
+
+
+def _unshared(state: Any, params: Any) -> Any:
+    """Copy what ``inner.init`` took over from the parameters, so that both can be donated."""
+    taken = {id(leaf) for leaf in jax.tree.leaves(params)}
+    return jax.tree.map(
+        lambda leaf: jnp.array(leaf, copy=True) if id(leaf) in taken else leaf, state
+    )
+
+
+def _all_finite(tree: Any) -> jax.Array:
+    checks = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]
+    return jnp.all(jnp.stack(checks)) if checks else jnp.bool_(True)
+
+
+def _skip_where(drop: Any, state: Any) -> Any:
+    """Return ``state`` as a dropped window leaves it where ``drop``; most leaves never change."""
+    if drop is False:
+        return state
+    return jax.tree.map(
+        lambda new, old: old if new is old else jnp.where(drop, new, old), skip(state), state
+    )
