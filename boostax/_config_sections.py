@@ -50,6 +50,10 @@ def _one_of(*names: str) -> Allowed:
     return Allowed("one of " + ", ".join(repr(n) for n in names))
 
 
+Stats = Annotated[Literal["per_window", "per_micro"], _one_of("per_window", "per_micro")]
+FreezeType = Annotated[int, Field(ge=0, le=1), Allowed("0 (continuous) or 1 (interval)")]
+
+
 class Section(pydantic.BaseModel):
     """A frozen part of the config that takes no other keys and converts nothing."""
 
@@ -121,8 +125,8 @@ class GradFreeze(Section):
     """Freezing a varying prefix of the layers."""
 
     param_groups: Count = Field(default=10, description="Groups that the layers are divided into.")
-    freeze_type: Annotated[int, Field(ge=0, le=1), Allowed("0 (continuous) or 1 (interval)")] = (
-        Field(1, description="0: continuous, 1: interval. boostax's own name is kind.")
+    freeze_type: FreezeType = Field(
+        default=1, description="0: continuous, 1: interval. boostax's own name is kind."
     )
     freeze_p: Fraction = Field(
         default=0.7,
@@ -172,9 +176,7 @@ class GradAccumulation(Section):
     microbatch: Count = Field(
         default=1, description="Micro-batches that one call splits its batch into."
     )
-    stats: Annotated[Literal["per_window", "per_micro"], _one_of("per_window", "per_micro")] = (
-        Field("per_window", description="How often batch statistics advance.")
-    )
+    stats: Stats = Field(default="per_window", description="How often batch statistics advance.")
     batch_norm_momentum: Annotated[
         Annotated[float, Field(ge=0, lt=1)] | None, Allowed("a number of at least 0 and below 1")
     ] = Field(
