@@ -1,0 +1,291 @@
+"""Micro-batches inside one step: the gradient of a large batch in the memory of a small one.
+
+The batch is cut into n parts along its leading axis, and a scan visits them::
+
+    loss = sum(w_i * loss_i) / sum(w_i)         gradient, metrics: the same
+
+with ``w_i`` the parts' ``LossAux.weight``, by default their size. The compiled step holds one
+part's activations and one sum of gradients, whatever n is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from boostax.gradients.value_and_grad import ValueAndGrad, trained_leaves, value_and_grad
+from boostax.training import batch_stats
+from boostax.training.contract import (
+    CanonicalLoss,
+    LossAux,
+    batch_size,
+    canonical_loss,
+    weight_of,
+)
+
+__all__ = ["microbatch", "microbatched"]
+
+Momentum = float | Mapping[str, float] | None
+
+
+def microbatch(
+    loss_fn: Callable[..., Any],
+    n: int,
+    *,
+    has_aux: bool = False,
+    stats: str = "per_window",
+    batch_norm_momentum: float | None = None,
+    accumulator_dtype: Any = jnp.float32,
+    gradient_dtype: Any = None,
+) -> Callable[..., tuple[tuple[jax.Array, LossAux], Any]]:
+    """Return a ``value_and_grad`` of a loss that visits the batch in ``n`` parts.
+
+    Loss, gradients and metrics are means under the parts' weights,
+    ``sum(w_i * x_i) / sum(w_i)``, so that the result is that of the whole batch.
+
+    Args:
+      loss_fn: ``loss_fn(params, batch, *, model_state, rng) -> loss | (loss, LossAux)`` with the
+        loss a mean over the examples it is given.
+      n: number of parts, an int >= 1 that divides the batch's leading size. Part i is the i-th
+        contiguous piece. 1 is the plain ``value_and_grad``.
+      has_aux: whether ``loss_fn`` returns ``(loss, LossAux)``. Default False.
+      stats: what becomes of batch statistics (linen's ``batch_stats``, ``nnx.BatchStat``).
+        ``"per_window"`` (default): every part starts from the same ones, and they are pooled as if
+        the batch had been whole. ``"per_micro"``: they go from part to part, as if the parts were
+        batches of their own.
+      batch_norm_momentum: the share of the old value, for ``stats="per_window"``. Default None: read
+        from the linen modules that the loss calls.
+      accumulator_dtype: dtype of the sums of gradients. Default float32.
+      gradient_dtype: dtype of the gradients returned. Default None: the parameters' own, as
+        ``jax.grad`` gives; ``jnp.float32`` keeps the sums' precision for low-precision parameters.
+
+    Returns:
+      ``fn(params, batch, *, model_state=None, rng=None) -> ((loss, LossAux), grads)``. Part i gets
+      the key ``fold_in(rng, i)``. ``LossAux.weight`` is the total weight, ``aux`` the last
+      part's, ``predictive`` None (unless n is 1). A part of weight 0 adds nothing, whatever its
+      loss; if all weights are 0, loss, gradients and metrics are 0.
+
+    Raises:
+      TypeError: an argument has a wrong type, or the loss does not fit the contract.
+      ValueError: an argument is out of range; when traced: n does not divide the batch.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> loss_fn = lambda w, x: jnp.mean((w * x) ** 2)
+      >>> (loss, aux), grad = microbatch(loss_fn, 2)(jnp.float32(1.0), jnp.arange(4.0))
+      >>> float(loss), float(grad), float(aux.weight)
+      (3.5, 7.0, 4.0)
+
+    Source:
+      Gradient accumulation by a scan is folklore; the pooling of variances is Chan, Golub and
+      LeVeque, Updating Formulae and a Pairwise Algorithm for Computing Sample Variances, 1979.
+
+    When not to use:
+      If the whole batch fits into memory: one large batch is faster. If micro-batches arrive one
+      call at a time, use :func:`boostax.accumulate`.
+    """
+    if not isinstance(has_aux, bool):
+        raise TypeError(f"microbatch: has_aux must be a bool, got {has_aux!r}")
+    core = microbatched(
+        canonical_loss(loss_fn, has_aux=has_aux),
+        n,
+        stats=stats,
+        momentum=batch_norm_momentum,
+        accumulator_dtype=accumulator_dtype,
+        gradient_dtype=gradient_dtype,
+    )
+
+    def fn(
+        params: Any, batch: Any, *, model_state: Any = None, rng: Any = None
+    ) -> tuple[tuple[jax.Array, LossAux], Any]:
+        return core(params, model_state, batch, rng)
+
+    return fn
+
+
+def microbatched(
+    loss: CanonicalLoss,
+    n: int,
+    *,
+    trainable: Any | None = None,
+    stats: str = "per_window",
+    momentum: Momentum = None,
+    accumulator_dtype: Any = jnp.float32,
+    gradient_dtype: Any = None,
+) -> ValueAndGrad:
+    """Return ``fn(params, model_state, batch, rng) -> ((loss, LossAux), grads)`` over n parts.
+
+    The core of :func:`microbatch`, for a loss in canonical form.
+
+    Args:
+      loss: ``(params, model_state, batch, rng) -> (loss, LossAux)``.
+      n: number of parts.
+      trainable: pytree of Python bools with the structure of the parameters. The gradients of the
+        other leaves are zeros; nothing is computed or kept for them. Default None: all are trained.
+      stats: ``"per_window"`` or ``"per_micro"``.
+      momentum: one momentum for all layers, or momenta by module path
+        (:func:`boostax.training.batch_stats.collect_momenta`). Default None: read from the linen
+        modules that the loss calls.
+      accumulator_dtype: dtype of the sums.
+      gradient_dtype: dtype of the result; None: the parameters'.
+    """
+    if isinstance(n, bool) or not isinstance(n, (int, np.integer)):
+        raise TypeError(f"microbatch: n must be an int >= 1, got {n!r}")
+    if n < 1:
+        raise ValueError(f"microbatch: n must be an int >= 1, got {n}")
+    if stats not in ("per_window", "per_micro"):
+        raise ValueError(f"microbatch: stats must be 'per_window' or 'per_micro', got {stats!r}")
+    for name, dtype in (
+        ("accumulator_dtype", accumulator_dtype),
+        ("gradient_dtype", gradient_dtype),
+    ):
+        if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(f"microbatch: {name} must be a floating dtype, got {dtype!r}")
+    of_part = value_and_grad(loss, trainable=trainable)
+    # What linen modules were seen to use; kept, because a cached trace calls no modules.
+    seen: dict[str, float] = {}
+
+    def fn(
+        params: Any, model_state: Any, batch: Any, rng: Any
+    ) -> tuple[tuple[jax.Array, LossAux], Any]:
+        leaves, treedef = jax.tree.flatten(params)
+        trained = trained_leaves(params, trainable)
+        if n == 1:
+            (value, aux), grads = of_part(params, model_state, batch, rng)
+            if gradient_dtype is not None:
+                grads = treedef.unflatten(
+                    [
+                        g.astype(_sum_dtype(g, gradient_dtype)) if flag else g
+                        for g, flag in zip(jax.tree.leaves(grads), trained, strict=True)
+                    ]
+                )
+            return (value, aux.replace(weight=weight_of(aux, batch))), grads
+        parts = _split(batch, n)
+        first = jax.tree.map(lambda part: part[0], parts)
+        with batch_stats.recording_momenta() as found:
+            # A new function each time, or JAX would answer from its cache and call no module.
+            _, shapes = jax.eval_shape(
+                lambda *a: loss(*a), params, model_state, first, _key(rng, 0)
+            )
+        seen.update(found)
+        pooled = stats == "per_window" and bool(batch_stats.pair_paths(model_state))
+        momenta = _momenta(model_state, momentum, seen) if pooled else ()
+
+        def visit(carry: _Sums, element: Any) -> tuple[_Sums, None]:
+            index, part = element
+            start = carry.model_state
+            (value, aux), grads = of_part(params, start, part, _key(rng, index))
+            weight = weight_of(aux, part)
+            used: Any = True if aux.weight is None else weight != 0
+
+            def add(total: jax.Array, term: Any) -> jax.Array:
+                scaled = jnp.asarray(term).astype(total.dtype) * weight.astype(total.real.dtype)
+                return total + (scaled if used is True else jnp.where(used, scaled, 0))
+
+            new_state = start if aux.model_state is None else aux.model_state
+            window = carry.window
+            if pooled:
+                window = batch_stats.add_micro(window, start, new_state, weight, used)
+                new_state = batch_stats.thread(start, new_state, used)
+            elif used is not True and new_state is not start:
+                new_state = jax.tree.map(
+                    lambda new, old: jnp.where(used, new, old), new_state, start
+                )
+            kept = [g for g, flag in zip(jax.tree.leaves(grads), trained, strict=True) if flag]
+            return _Sums(
+                weight=carry.weight + weight,
+                loss=add(carry.loss, value),
+                metrics={name: add(carry.metrics[name], m) for name, m in aux.metrics.items()},
+                grads=[add(total, g) for total, g in zip(carry.grads, kept, strict=True)],
+                model_state=new_state,
+                window=window,
+                aux=aux.aux,
+            ), None
+
+        zero = jnp.zeros((), jnp.float32)
+        sums = _Sums(
+            weight=zero,
+            loss=zero,
+            metrics=dict.fromkeys(shapes.metrics, zero),
+            grads=[
+                jnp.zeros_like(leaf, dtype=_sum_dtype(leaf, accumulator_dtype))
+                for leaf, flag in zip(leaves, trained, strict=True)
+                if flag
+            ],
+            model_state=jax.tree.map(jnp.asarray, model_state),
+            window=batch_stats.init_window(model_state) if pooled else None,
+            aux=jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes.aux),
+        )
+        sums, _ = jax.lax.scan(visit, sums, (jnp.arange(n, dtype=jnp.int32), parts))
+
+        # Where all weights are 0 the sums are 0 as well.
+        total = jnp.where(sums.weight == 0, 1.0, sums.weight)
+        mean = lambda value: value / total.astype(value.real.dtype)
+        supply = iter(sums.grads)
+        grads = [
+            mean(next(supply)).astype(_result_dtype(leaf, gradient_dtype))
+            if flag
+            else jnp.zeros_like(leaf)
+            for leaf, flag in zip(leaves, trained, strict=True)
+        ]
+        state = sums.model_state
+        if pooled:
+            state = batch_stats.close_window(sums.window, state, momenta)
+        aux = LossAux(
+            model_state=None if shapes.model_state is None else state,
+            metrics={name: mean(value) for name, value in sums.metrics.items()},
+            weight=sums.weight,
+            aux=sums.aux,
+        )
+        return (mean(sums.loss), aux), treedef.unflatten(grads)
+
+    return fn
+
+
+class _Sums(NamedTuple):
+    """What the scan carries."""
+
+    weight: jax.Array
+    loss: jax.Array
+    metrics: dict[str, jax.Array]
+    grads: list[jax.Array]
+    model_state: Any
+    window: Any
+    aux: Any
+
+
+def _split(batch: Any, n: int) -> Any:
+    size = batch_size(batch)
+    if size % n:
+        raise ValueError(
+            f"microbatch: the batch's leading size {size} can't be cut into n={n} equal parts; choose "
+            f"n among the divisors of {size}, or drop or pad {size % n} examples (padded ones can get "
+            "the weight 0 in the loss)"
+        )
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(leaf).reshape((n, size // n, *jnp.shape(leaf)[1:])), batch
+    )
+
+
+def _key(rng: Any, index: Any) -> Any:
+    return None if rng is None else jax.random.fold_in(rng, index)
+
+
+def _momenta(model_state: Any, momentum: Momentum, seen: Mapping[str, float]) -> tuple[float, ...]:
+    if isinstance(momentum, Mapping):
+        return batch_stats.momenta_for(model_state, momentum)
+    return batch_stats.momenta_for(model_state, seen, momentum)
+
+
+def _sum_dtype(leaf: Any, dtype: Any) -> Any:
+    if jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
+        return jnp.promote_types(dtype, jnp.complex64)
+    return dtype
+
+
+def _result_dtype(leaf: Any, dtype: Any) -> Any:
+    return jnp.result_type(leaf) if dtype is None else _sum_dtype(leaf, dtype)
