@@ -100,7 +100,9 @@ def _continuous(groups: int, share: float, steps: int) -> np.ndarray:
     # errors decide (0.9 * 9 // (1 - 0.9) is 81 or 80), so it is kept to the letter.
     zeros = int(share * (groups - 1) // (1 - share) + 0.5)
     # A share next to 1 asks for more zeros than there are steps.
-    cycle = np.concatenate([np.zeros(min(zeros, steps), np.int32), np.arange(1, groups, dtype=np.int32)])
+    cycle = np.concatenate(
+        [np.zeros(min(zeros, steps), np.int32), np.arange(1, groups, dtype=np.int32)]
+    )
     return np.resize(cycle, steps)
 
 
