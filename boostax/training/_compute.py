@@ -89,7 +89,7 @@ class StepFunction:
         self._key_impl = key_impl
         self._momenta = dict(momenta)
         self._gives_weight = False
-        self._loss = self._noting_weight(loss)
+        self._loss = self._prepared(loss)
 
     def __call__(
         self, state: TrainState, batch: Any, extra: dict[str, Any], index: int | None
@@ -115,15 +115,20 @@ class StepFunction:
         given: dict[str, Any] = {
             "value": loss,
             "grad": grads,
-            "value_fn": lambda params: self._value(params, start, batch, rng),
             "grad_fn": lambda params, _: self._all_gradients(params, start, batch, rng),
             "weight": weight,
         }
+        if finite is not None:
+            given["finite"] = finite
         if settings.freezing is not None:
             given["freeze_index"] = index if traced_index is None else traced_index
 
+        given = {**given, **extra}
+        value_fn = lambda params, **_: self._value(params, start, batch, rng)
+        given.setdefault("value_fn", _declaring(value_fn, given))
+
         def update(params: Any, opt_state: Any) -> tuple[Any, Any]:
-            updates, opt_state = self.tx.update(grads, opt_state, params, **{**given, **extra})
+            updates, opt_state = self.tx.update(grads, opt_state, params, **given)
             return optax.apply_updates(params, updates), opt_state
 
         positive = [weight > 0] if self._gives_weight else []
@@ -173,15 +178,17 @@ class StepFunction:
             )
         return new_state, {**shown, **aux.metrics}
 
-    def _noting_weight(self, loss: CanonicalLoss) -> CanonicalLoss:
-        def noting(
+    def _prepared(self, loss: CanonicalLoss) -> CanonicalLoss:
+        """Note whether the loss gives a weight, and complete the model state it returns."""
+
+        def prepared(
             params: Any, model_state: Any, batch: Any, rng: Any
         ) -> tuple[jax.Array, LossAux]:
             value, aux = loss(params, model_state, batch, rng)
             self._gives_weight = aux.weight is not None
-            return value, aux
+            return value, aux.replace(model_state=_merge_state(model_state, aux.model_state))
 
-        return noting
+        return prepared
 
     def _rng(self, state: TrainState) -> Any:
         if not self._takes_rng:
@@ -205,7 +212,7 @@ class StepFunction:
             def run(params: Any, start: Any, batch: Any, rng: Any) -> Any:
                 trainable = None if i is None else freezing.trainable(i)
                 (loss, aux), grads = self._value_and_grad(trainable)(params, start, batch, rng)
-                stats = _merge_state(start, aux.model_state)
+                stats = start if aux.model_state is None else aux.model_state
                 if i is not None:
                     stats = freezing.hold_statistics(i, start, stats)
                 return loss, aux.replace(model_state=None), grads, stats
@@ -225,9 +232,13 @@ class StepFunction:
             self.settings.microbatch,
             trainable=trainable,
             stats=self.settings.stats,
-            momentum=self.settings.batch_norm_momentum,
-            momenta=self._momenta,
+            momentum=self._momentum(),
         )
+
+    def _momentum(self) -> Any:
+        """One momentum, momenta by module path, or None: linen modules tell when they are called."""
+        given = self.settings.batch_norm_momentum
+        return (self._momenta or None) if given is None else given
 
     def _value(self, params: Any, start: Any, batch: Any, rng: Any) -> jax.Array:
         nothing = jax.tree.map(lambda _: False, params)
@@ -284,6 +295,18 @@ class StepFunction:
         if callable(rate):
             return rate(old.updates)
         return injected_learning_rate(new.opt_state) if rate is None else rate
+
+
+def _declaring(value_fn: Callable[..., Any], names: Mapping[str, Any]) -> Callable[..., Any]:
+    """Let ``value_fn`` declare these keywords; optax's line searches refuse all that it doesn't."""
+    kinds = inspect.Parameter
+    value_fn.__signature__ = inspect.Signature(  # pyright: ignore[reportFunctionMemberAccess]
+        [
+            kinds("params", kinds.POSITIONAL_OR_KEYWORD),
+            *(kinds(name, kinds.KEYWORD_ONLY) for name in names if name not in ("value", "grad")),
+        ]
+    )
+    return value_fn
 
 
 def _all(conditions: list[Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -102,6 +103,7 @@ def _cut_function(
     if params is None:
         raise ValueError(f"freeze: {name} is a function of the parameters; pass params to update")
 
+    @functools.wraps(function)  # line searches look at the keywords that it declares
     def of_trained(trained: Any, *args: Any, **kwargs: Any) -> Any:
         full = treedef.unflatten(
             [

@@ -303,7 +303,7 @@ class TestErrors:
             step.init(LinenNet())
         with pytest.raises(ValueError, match="no arrays"):
             step.init({})
-        with pytest.raises(TypeError, match="must be a boostax.TrainState"):
+        with pytest.raises(TypeError, match=r"must be a boostax\.TrainState"):
             step({"params": jnp.ones(2)}, jnp.eye(2))
         with pytest.raises(ValueError, match="learning_rate"):
             self.step(metrics=("learning_rate",)).init(jnp.ones(2))
