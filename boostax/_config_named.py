@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from boostax._config_catalogue import accepts, catalogue
+from boostax._config_sections import Pairs
 from boostax.errors import did_you_mean
 
 
@@ -60,6 +61,10 @@ def plain(value: Any) -> Any:
     """Return a config value as JSON has it; functions become their names."""
     if isinstance(value, Named):
         return value.to_dict()
+    if isinstance(value, PathMask):
+        return list(value.patterns)
+    if isinstance(value, Pairs):
+        value = dict(value.pairs)
     if isinstance(value, Mapping):
         return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, (tuple, list)):
@@ -205,7 +210,7 @@ def _parse_object(
         isinstance(f, (int, float)) and not isinstance(f, bool) and math.isfinite(f) and s >= 0
         for s, f in pairs
     )
-    return Steps(tuple(pairs)), [] if right else bad
+    return Pairs(tuple(pairs)), [] if right else bad
 
 
 def _parse_list(value: Sequence[Any], path: str, words: frozenset[str], bad: list[Fault]) -> Any:
@@ -216,18 +221,11 @@ def _parse_list(value: Sequence[Any], path: str, words: frozenset[str], bad: lis
             parsed = [parse(v, f"{path}[{i}]", kind) for i, v in enumerate(value)]
             return tuple(p for p, _ in parsed), [fault for _, faults in parsed for fault in faults]
     if "objects" in words and value and all(isinstance(v, Mapping) for v in value):
-        return tuple(tuple(sorted(v.items())) for v in value), []
+        return tuple(Pairs(tuple(sorted(v.items()))) for v in value), []
     numbers = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in value)
     if "list" in words and numbers:
         return tuple(value), []
     return value, bad
-
-
-@dataclasses.dataclass(frozen=True)
-class Steps:
-    """A dict from steps to factors, as sorted pairs."""
-
-    pairs: tuple[tuple[int, float], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,7 +249,7 @@ class PathMask:
 def _build_value(argument: str, value: Any) -> Any:
     if isinstance(value, Named):
         return value.build()
-    if isinstance(value, Steps):
+    if isinstance(value, Pairs):
         return dict(value.pairs)
     if isinstance(value, tuple) and value and all(isinstance(v, Named) for v in value):
         built = [v.build() for v in value]
@@ -260,8 +258,8 @@ def _build_value(argument: str, value: Any) -> Any:
         import optax
 
         return optax.chain(*built)
-    if argument == "cosine_kwargs":
-        return [dict(pairs) for pairs in value]
+    if isinstance(value, tuple) and value and all(isinstance(v, Pairs) for v in value):
+        return [dict(v.pairs) for v in value]
     return value
 
 

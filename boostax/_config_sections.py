@@ -31,6 +31,14 @@ _EVERY = Allowed(
 )
 _FRACTION = Allowed("a number from 0 to 1")
 
+
+@dataclasses.dataclass(frozen=True)
+class Pairs:
+    """A dict as pairs, so that it can be hashed."""
+
+    pairs: tuple[tuple[Any, Any], ...]
+
+
 Flag = Annotated[bool, Allowed("true or false")]
 Count = Annotated[int, Field(ge=1, le=_INT32), Allowed(f"an integer from 1 to {_INT32}")]
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1), Allowed(f"an integer from 0 to {2**32 - 1}")]
@@ -58,7 +66,11 @@ class Section(pydantic.BaseModel):
     """A frozen part of the config that takes no other keys and converts nothing."""
 
     model_config = pydantic.ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        arbitrary_types_allowed=True,
     )
 
 
@@ -142,10 +154,13 @@ class GradFreeze(Section):
         Literal["continuous", "interval", "ramp"] | None, _one_of("continuous", "interval", "ramp")
     ] = Field(default=None, description="The schedule; instead of freeze_type.")
     seed: Seed = Field(default=0, description="Seed of the interval schedule.")
-    by: Annotated[Literal["count", "cost"], _one_of("count", "cost")] = Field(
+    by: Annotated[Literal["count", "parameters"], _one_of("count", "parameters")] = Field(
         default="count",
-        description="Groups of equally many layers, or of about equal parameter count.",
+        description="Groups of equally many layers, or of about equally many parameters.",
     )
+    patterns: Annotated[
+        tuple[str, ...] | None, Allowed("a list of path patterns, one a segment, in forward order")
+    ] = Field(default=None, description="Path patterns of the segments; instead of param_groups.")
 
     @property
     def schedule_kind(self) -> str:
@@ -196,6 +211,34 @@ class Centralize(Section):
     layers: Annotated[Literal["conv_and_dense", "conv"], _one_of("conv_and_dense", "conv")] = Field(
         default="conv_and_dense", description="Which kernels are centralized."
     )
+    axes: Annotated[
+        Pairs | None,
+        pydantic.WithJsonSchema(
+            {
+                "type": "object",
+                "additionalProperties": {
+                    "anyOf": [
+                        {"type": "integer"},
+                        {"type": "array", "items": {"type": "integer"}},
+                    ]
+                },
+            }
+        ),
+        Allowed("an object from path patterns to an input axis or a list of them"),
+    ] = Field(default=None, description="Input axes of leaves whose layer can't be read.")
+    unreadable: Annotated[Literal["error", "skip"], _one_of("error", "skip")] = Field(
+        default="error", description="What happens where no axes are known."
+    )
+
+    @pydantic.field_validator("axes", mode="before")
+    @classmethod
+    def _pairs(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        axes = {k: v if isinstance(v, tuple) else (v,) for k, v in value.items()}
+        if not all(type(axis) is int for group in axes.values() for axis in group):
+            raise ValueError("axes are integers")
+        return Pairs(tuple(axes.items()))
 
 
 class DimReduce(Section):
@@ -227,6 +270,20 @@ class Clip(Section):
     )
 
 
+class Compare(Section):
+    """What ``boostax compare`` reads of an arm's file; it changes nothing else."""
+
+    name: Annotated[str | None, Allowed("text")] = Field(
+        default=None, description="The arm's name; default: the file's."
+    )
+    level: Annotated[Literal["O0", "O1", "O2"] | None, _one_of("O0", "O1", "O2")] = Field(
+        default=None, description="The arm's level; default: O0."
+    )
+    learning_rate: OptionalPositive = Field(
+        default=None, description="The arm's learning rate; default: the comparison's."
+    )
+
+
 SECTIONS: dict[str, type[Section]] = {
     "boost": Boost,
     "common": Common,
@@ -236,12 +293,15 @@ SECTIONS: dict[str, type[Section]] = {
     "centralize": Centralize,
     "dim_reduce": DimReduce,
     "clip": Clip,
+    "compare": Compare,
 }
 # Keys whose None default only says "not given"; a null in a config is a fault for them.
 NULLABLE = {("dim_reduce", "pca_mat_path"), ("dim_reduce", "weight_load_dir")}
 # At most one key of each tuple may be given.
 ALTERNATIVES: tuple[tuple[tuple[str, str], ...], ...] = (
     (("grad_freeze", "freeze_p"), ("grad_freeze", "full_fraction")),
+    (("grad_freeze", "param_groups"), ("grad_freeze", "patterns")),
+    (("grad_freeze", "by"), ("grad_freeze", "patterns")),
     (("grad_freeze", "freeze_type"), ("grad_freeze", "kind")),
     (
         ("grad_accumulation", "every"),

@@ -27,6 +27,7 @@ from boostax._config_sections import (
     Centralize,
     Clip,
     Common,
+    Compare,
     DimReduce,
     GradAccumulation,
     GradFreeze,
@@ -54,6 +55,7 @@ class BoostConfig(pydantic.BaseModel):
       centralize: where and on which layers gradients are centralized.
       dim_reduce: training in a reduced space.
       clip: clipping of the gradient.
+      compare: name and level of an arm of ``boostax compare``; changes nothing else.
       optimizer: the base optimizer by name, or None when the caller brings one.
 
     Raises:
@@ -77,6 +79,7 @@ class BoostConfig(pydantic.BaseModel):
     centralize: Centralize = Centralize()
     dim_reduce: DimReduce = DimReduce()
     clip: Clip = Clip()
+    compare: Compare = Compare()
     optimizer: SkipJsonSchema[Named | None] = None
 
     def __init__(self, **sections: Any) -> None:
@@ -91,6 +94,11 @@ class BoostConfig(pydantic.BaseModel):
             self.common.grad_accumulation_step,
         )
         return next((value for value in given if value is not None), 1)
+
+    @property
+    def has_window(self) -> bool:
+        """Whether grad_accumulation spans several calls, or its nonfinite policy is asked for."""
+        return self.every != 1 or "nonfinite" in self.given("grad_accumulation")
 
     def given(self, section: str) -> frozenset[str]:
         """Return the keys of a section that were given rather than defaulted."""

@@ -96,22 +96,20 @@ class Exclusion:
       keeps: the technique that stays with ``enable_all``, or ``"optimizer"``.
       drops: the technique that is left out then.
       reason: why they don't go together, and what to do instead.
-      applies: a test of the config, for exclusions that depend on settings.
+      applies: a test of the config and of the names of optax's parts in the base optimizer, for
+        exclusions that depend on them.
     """
 
     keeps: str
     drops: str
     reason: str
-    applies: Callable[[BoostConfig], bool] = lambda config: True
+    applies: Callable[[BoostConfig, frozenset[str]], bool] = lambda config, parts: True
 
 
-def _optimizer_is(*names: str) -> Callable[[BoostConfig], bool]:
-    return lambda config: config.optimizer is not None and config.optimizer.name in names
-
-
-def _line_search_in_window(config: BoostConfig) -> bool:
-    return _optimizer_is("lbfgs")(config) and config.every != 1
-
+# Parts of optax that evaluate the loss at trial points.
+_LINE_SEARCHES = frozenset({"scale_by_zoom_linesearch", "scale_by_backtracking_linesearch"})
+# Parts of optax whose update takes the loss; a window averages it by weight.
+NEEDS_VALUE = frozenset({"scale_by_polyak", "momo", "momo_adam", "reduce_on_plateau"})
 
 EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion(
@@ -119,7 +117,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "grad_accumulation",
         "its line search needs the loss of the whole window, and a window across steps keeps only "
         "the last micro-batch; use grad_accumulation.microbatch with every = 1",
-        lambda config: config.every != 1,
+        lambda config, parts: config.has_window,
     ),
     Exclusion(
         "dim_reduce",
@@ -131,33 +129,30 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "centralize",
         "centralizing the final update would change the point that the line search accepted; "
         'use centralize.on = "gradient"',
-        lambda config: config.centralize.on == "update",
+        lambda config, parts: config.centralize.on == "update",
     ),
     Exclusion(
         "optimizer",
         "grad_accumulation",
-        "the line search of lbfgs needs the loss of the whole window, and a window across steps "
-        "keeps only the last micro-batch; use grad_accumulation.microbatch with every = 1",
-        _line_search_in_window,
+        "its line search needs the loss of the whole window, and a window across steps keeps only "
+        "the last micro-batch; use grad_accumulation.microbatch with every = 1",
+        lambda config, parts: bool(parts & _LINE_SEARCHES) and config.has_window,
     ),
     Exclusion(
         "optimizer",
         "grad_freeze",
-        "the curvature pairs of lbfgs couple all parameters, so that a pair of which some leaves "
+        "the curvature pairs of L-BFGS couple all parameters, so that a pair of which some leaves "
         "are on hold is none",
-        _optimizer_is("lbfgs"),
+        lambda config, parts: "scale_by_lbfgs" in parts,
     ),
     Exclusion(
         "optimizer",
         "centralize",
-        "centralizing the final update would change the point that the line search of lbfgs "
-        'accepted; use centralize.on = "gradient"',
-        lambda config: _optimizer_is("lbfgs")(config) and config.centralize.on == "update",
+        "centralizing the final update would change the point that its line search accepted; "
+        'use centralize.on = "gradient"',
+        lambda config, parts: bool(parts & _LINE_SEARCHES) and config.centralize.on == "update",
     ),
 )
-
-# Optimizers of optax whose update takes the loss; a window averages it by weight.
-NEEDS_VALUE = frozenset({"polyak_sgd", "momo", "momo_adam"})
 
 State = Literal["on", "off", "not built", "left out"]
 
@@ -255,9 +250,7 @@ def resolve(config: BoostConfig, level: str = "O0") -> Resolution:
     on = {name for name, (value, _) in wanted.items() if value and TECHNIQUES[name].built}
     clashes = _clashes(config, on)
     if clashes and mode != "enable_all":
-        raise ConfigError(
-            "\n".join(f"boost.{row.drops}: {_exclusion_text(row)}" for row in clashes)
-        )
+        raise ConfigError(_clash_lines(clashes))
     left_out = {row.drops: _exclusion_text(row) for row in clashes}
     decisions = []
     for name, row in TECHNIQUES.items():
@@ -297,17 +290,42 @@ def _wanted(config: BoostConfig, level: str) -> dict[str, tuple[bool, str]]:
     return result
 
 
-def _clashes(config: BoostConfig, on: set[str]) -> list[Exclusion]:
+def optimizer_parts(tx: Any) -> frozenset[str]:
+    """Return the names of the functions that an optax transformation is made of."""
+    from boostax import _info
+
+    return frozenset(info.name for info in _info.walk(tx))
+
+
+def check_optimizer(config: BoostConfig, enabled: tuple[str, ...], tx: Any) -> None:
+    """Raise a ConfigError where a base optimizer does not go with what is on."""
+    clashes = _clashes(config, set(enabled), optimizer_parts(tx))
+    if clashes:
+        raise ConfigError(_clash_lines(clashes))
+
+
+def _clashes(
+    config: BoostConfig, on: set[str], parts: frozenset[str] | None = None
+) -> list[Exclusion]:
+    if parts is None:
+        parts = (
+            frozenset() if config.optimizer is None else optimizer_parts(config.optimizer.build())
+        )
     present = on | {"optimizer"}
     return [
         row
         for row in EXCLUSIONS
-        if row.keeps in present and row.drops in on and row.applies(config)
+        if row.keeps in present and row.drops in on and row.applies(config, parts)
     ]
 
 
+def _clash_lines(clashes: list[Exclusion]) -> str:
+    return "\n".join(f"boost.{row.drops}: {_exclusion_text(row)}" for row in clashes)
+
+
 def _exclusion_text(row: Exclusion) -> str:
-    return f"{row.drops} does not go with {row.keeps}: {row.reason}"
+    keeps = "this optimizer" if row.keeps == "optimizer" else row.keeps
+    return f"{row.drops} does not go with {keeps}: {row.reason}"
 
 
 def _notes(config: BoostConfig, level: str, resolution: Resolution) -> list[str]:
@@ -323,7 +341,7 @@ def _notes(config: BoostConfig, level: str, resolution: Resolution) -> list[str]
                     f"{states[name].state} ({states[name].reason})"
                 )
     for name in TECHNIQUES:
-        keys = set(config.given(name)) if hasattr(config, name) else set()
+        keys = set(config.given(name)) if name in type(config).model_fields else set()
         if name == "less_bn":
             keys.discard("gc_flag")
         if keys and states[name].state != "on":

@@ -104,7 +104,7 @@ def test_exclusions_are_refused_with_the_reason():
     with pytest.raises(ConfigError) as error:
         load_config({**LBFGS, "boost": flags, "centralize": {"on": "update"}})
     message = str(error.value)
-    assert "boost.grad_accumulation: grad_accumulation does not go with optimizer" in message
+    assert "boost.grad_accumulation: grad_accumulation does not go with this optimizer" in message
     assert "use grad_accumulation.microbatch" in message
     assert "boost.grad_freeze" in message
     assert "boost.centralize" in message
