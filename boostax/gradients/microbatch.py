@@ -29,8 +29,6 @@ from boostax.training.contract import (
 
 __all__ = ["microbatch", "microbatched"]
 
-Momentum = float | Mapping[str, float] | None
-
 
 def microbatch(
     loss_fn: Callable[..., Any],
@@ -113,7 +111,8 @@ def microbatched(
     *,
     trainable: Any | None = None,
     stats: str = "per_window",
-    momentum: Momentum = None,
+    momentum: float | None = None,
+    momenta: Mapping[str, float] | None = None,
     accumulator_dtype: Any = jnp.float32,
     gradient_dtype: Any = None,
 ) -> ValueAndGrad:
@@ -127,9 +126,10 @@ def microbatched(
       trainable: pytree of Python bools with the structure of the parameters. The gradients of the
         other leaves are zeros; nothing is computed or kept for them. Default None: all are trained.
       stats: ``"per_window"`` or ``"per_micro"``.
-      momentum: one momentum for all layers, or momenta by module path
-        (:func:`boostax.training.batch_stats.collect_momenta`). Default None: read from the linen
-        modules that the loss calls.
+      momentum: one batch-norm momentum (share of the old value) for all layers. Default None: each
+        layer's own.
+      momenta: momenta by module path, from :func:`boostax.training.batch_stats.collect_momenta`;
+        those of linen modules that the loss calls are found without it. Default None.
       accumulator_dtype: dtype of the sums.
       gradient_dtype: dtype of the result; None: the parameters'.
     """
@@ -172,8 +172,9 @@ def microbatched(
                 lambda *a: loss(*a), params, model_state, first, _key(rng, 0)
             )
         seen.update(found)
+        layers = {**seen, **(momenta or {})}
         pooled = stats == "per_window" and bool(batch_stats.pair_paths(model_state))
-        momenta = _momenta(model_state, momentum, seen) if pooled else ()
+        per_pair = batch_stats.momenta_for(model_state, layers, momentum) if pooled else ()
 
         def visit(carry: _Sums, element: Any) -> tuple[_Sums, None]:
             index, part = element
@@ -186,7 +187,7 @@ def microbatched(
                 scaled = jnp.asarray(term).astype(total.dtype) * weight.astype(total.real.dtype)
                 return total + (scaled if used is True else jnp.where(used, scaled, 0))
 
-            new_state = start if aux.model_state is None else aux.model_state
+            new_state = _merged(start, aux.model_state)
             window = carry.window
             if pooled:
                 window = batch_stats.add_micro(window, start, new_state, weight, used)
@@ -234,7 +235,7 @@ def microbatched(
         ]
         state = sums.model_state
         if pooled:
-            state = batch_stats.close_window(sums.window, state, momenta)
+            state = batch_stats.close_window(sums.window, state, per_pair)
         aux = LossAux(
             model_state=None if shapes.model_state is None else state,
             metrics={name: mean(value) for name, value in sums.metrics.items()},
@@ -275,10 +276,19 @@ def _key(rng: Any, index: Any) -> Any:
     return None if rng is None else jax.random.fold_in(rng, index)
 
 
-def _momenta(model_state: Any, momentum: Momentum, seen: Mapping[str, float]) -> tuple[float, ...]:
-    if isinstance(momentum, Mapping):
-        return batch_stats.momenta_for(model_state, momentum)
-    return batch_stats.momenta_for(model_state, seen, momentum)
+def _merged(start: Any, new: Any) -> Any:
+    """Put the collections that the loss returned over those that it started from."""
+    if new is None:
+        return start
+    if isinstance(start, dict) and isinstance(new, dict):
+        new = {**start, **new}
+    if jax.tree.structure(new) != jax.tree.structure(start):
+        raise ValueError(
+            "microbatch: LossAux.model_state has another structure than the model_state that was "
+            f"passed in: got {jax.tree.structure(new)}, expected {jax.tree.structure(start)}; pass "
+            "model_state= with all the collections that the loss changes"
+        )
+    return jax.tree.map(lambda after, before: jnp.asarray(after, before.dtype), new, start)
 
 
 def _sum_dtype(leaf: Any, dtype: Any) -> Any:
