@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from boostax.updates.accumulate import flush as flush
     from boostax.updates.accumulate import has_updated as has_updated
     from boostax.updates.centralize import centralize as centralize
+    from boostax.updates.centralize import centralized_axes as centralized_axes
     from boostax.updates.freeze import FreezeState as FreezeState
     from boostax.updates.freeze import Freezing as Freezing
     from boostax.updates.freeze import freeze as freeze
@@ -49,6 +50,7 @@ _HOME = {
     "FreezeState": "updates.freeze",
     "freeze": "updates.freeze",
     "centralize": "updates.centralize",
+    "centralized_axes": "updates.centralize",
     "LossAux": "training.contract",
     "TrainState": "training.state",
     "train_step": "training.step",
