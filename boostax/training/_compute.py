@@ -59,12 +59,6 @@ class Settings:
             self.window_policy == "off" and not self.skip_nonfinite
         )
 
-    @staticmethod
-    def optional_rng(loss_fn: Callable[..., Any]) -> bool:
-        """Whether the loss gives ``rng`` a default, or takes it only through ``**kwargs``."""
-        parameter = inspect.signature(loss_fn).parameters.get("rng")
-        return parameter is None or parameter.default is not parameter.empty
-
 
 class StepFunction:
     """``(state, batch, extra, index) -> (state, metrics)``, traced by jit, scan or vmap.
@@ -191,7 +185,7 @@ class StepFunction:
         return prepared
 
     def _rng(self, state: TrainState) -> Any:
-        if not self._takes_rng:
+        if not self._takes_rng or state.rng is None:
             return None
         key = jax.random.wrap_key_data(state.rng, impl=self._key_impl)
         return jax.random.fold_in(key, state.attempt)

@@ -22,7 +22,8 @@ class TrainState(flax.struct.PyTreeNode):
         the ``nnx.Param`` leaves for nnx).
       opt_state: the optimizer state of the whole chain.
       model_state: the linen collections other than params, the non-Param ``nnx.State``, or None.
-      rng: the key's raw data (uint32); the step wraps it, so that every checkpoint format takes it.
+      rng: the key's raw data (uint32), so that every checkpoint format takes it, or None if no key
+        was given.
       attempt: int32 scalar, the calls so far; it never rolls back.
       skipped: int32 scalar, the calls that changed nothing, or None where a step can't skip.
       window: partial batch statistics of an open accumulation window, or None.
@@ -31,7 +32,7 @@ class TrainState(flax.struct.PyTreeNode):
     params: Any
     opt_state: Any
     model_state: Any
-    rng: jax.Array
+    rng: jax.Array | None
     attempt: jax.Array
     skipped: jax.Array | None = None
     window: Any = None

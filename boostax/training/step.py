@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -253,15 +254,11 @@ class TrainStep:
             params = model_or_params
         if not jax.tree.leaves(params):
             raise ValueError("init: the parameters hold no arrays, so there is nothing to train")
-        if (
-            rng is None
-            and "rng" in declared_keywords(self.loss_fn)
-            and not self.settings.optional_rng(self.loss_fn)
-        ):
+        if rng is None and _needs_key(self.loss_fn):
             raise ValueError(
                 "init: loss_fn declares rng, so a key is needed; pass rng=jax.random.key(0)"
             )
-        raw, self._key_impl = _raw_key(rng)
+        raw, self._key_impl = (None, None) if rng is None else _raw_key(rng)
         params, model_state, raw = _strong_copy((params, model_state, raw))
         opt_state = _strong_copy(self.tx.init(params))
         if self.settings.freezing is not None:
@@ -408,9 +405,15 @@ def _nnx_module(model: Any) -> Any | None:
     return nnx if nnx is not None and isinstance(model, nnx.Module) else None
 
 
+def _needs_key(loss_fn: Callable[..., Any]) -> bool:
+    """Whether the loss declares ``rng`` without a default (``**kwargs`` alone doesn't need it)."""
+    parameter = inspect.signature(loss_fn).parameters.get("rng")
+    return parameter is not None and parameter.default is parameter.empty
+
+
 def _raw_key(rng: Any) -> tuple[jax.Array, str]:
-    if rng is None or (isinstance(rng, (int, np.integer)) and not isinstance(rng, bool)):
-        rng = jax.random.key(0 if rng is None else int(rng))
+    if isinstance(rng, (int, np.integer)) and not isinstance(rng, bool):
+        rng = jax.random.key(int(rng))
     if not hasattr(rng, "dtype"):
         raise TypeError(
             f"rng must be a key of jax.random.key, or an int seed; got {type(rng).__name__}"
