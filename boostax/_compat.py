@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
-__all__ = ["cond", "varying_axes", "zeros_like"]
+__all__ = ["cond", "inner_jaxprs", "open_jaxpr", "varying_axes", "zeros_like"]
 
 
 def in_manual_region() -> bool:
@@ -59,3 +59,23 @@ def _joined(branch: Callable[[], Any], other: Callable[[], Any]) -> Callable[[],
         return jax.tree.map(match, branch(), jax.eval_shape(other))
 
     return joined
+
+
+def open_jaxpr(jaxpr: Any) -> Any:
+    """Return the jaxpr without its constants, whether it came closed or open."""
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    return inner if hasattr(inner, "eqns") else jaxpr
+
+
+def inner_jaxprs(eqn: Any) -> dict[str, list[Any]]:
+    """Return the jaxprs among an equation's parameters, opened, by parameter name.
+
+    Some JAX versions keep them closed, some open, some in a tuple.
+    """
+    found: dict[str, list[Any]] = {}
+    for name, value in eqn.params.items():
+        values = value if isinstance(value, (tuple, list)) else [value]
+        jaxprs = [open_jaxpr(v) for v in values if hasattr(open_jaxpr(v), "eqns")]
+        if jaxprs:
+            found[name] = jaxprs
+    return found

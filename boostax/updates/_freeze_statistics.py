@@ -21,10 +21,8 @@ def hold_statistics(trainable: Mapping[str, bool], old: Any, new: Any) -> Any:
         if _COLLECTION not in new or _COLLECTION not in old:
             return new
         held = _choose(trainable, old[_COLLECTION], new[_COLLECTION], lambda leaf: True)
-        # A FrozenDict's copy takes the changed entries, and stays one.
-        return (
-            {**new, _COLLECTION: held} if isinstance(new, dict) else new.copy({_COLLECTION: held})
-        )
+        entries: Any = {**new, _COLLECTION: held}
+        return entries if isinstance(new, dict) else type(new)(entries)  # a FrozenDict stays one
     from flax import nnx
 
     return _choose(

@@ -16,14 +16,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 
 from boostax._info import TransformInfo, with_info
 from boostax._tree import leaf_paths
 from boostax.errors import StateMismatchError, did_you_mean
+from boostax.updates._freeze_checks import check_schedule, explicit_groups, has_masked
 from boostax.updates._freeze_mask import run_trainable
 from boostax.updates._freeze_statistics import hold_statistics
 from boostax.updates._skip import find_state, skip
-from boostax.updates.parameter_groups import ParameterGroups, check_index, explicit_groups
+from boostax.updates.parameter_groups import ParameterGroups, check_index
 
 __all__ = ["FreezeState", "Freezing", "freeze"]
 
@@ -67,7 +69,7 @@ class Freezing:
     def __post_init__(self, params: Any) -> None:
         groups = explicit_groups(self.groups, params)
         object.__setattr__(self, "groups", groups)
-        object.__setattr__(self, "schedule", _check_schedule(self.schedule, len(groups)))
+        object.__setattr__(self, "schedule", check_schedule(self.schedule, len(groups)))
 
     @property
     def num_indices(self) -> int:
@@ -82,7 +84,7 @@ class Freezing:
 
     def index_at(self, count: Any) -> Any:
         """Return the freeze index of window ``count``: an int, or a traced int32 for a traced count."""
-        if isinstance(count, jax.core.Tracer):
+        if isinstance(count, Tracer):
             table = jnp.asarray(np.append(self.schedule, np.int32(0)))
             return table[jnp.clip(count, 0, len(self.schedule))]
         count = int(count)
@@ -127,7 +129,7 @@ class Freezing:
         Inside ``optax.masked`` and the like leaves may be missing (``optax.MaskedNode``).
         """
         paths = leaf_paths(tree)
-        self._check_paths(paths, complete=not _has_masked(tree))
+        self._check_paths(paths, complete=not has_masked(tree))
         on = frozenset(self.groups.trained[check_index(index, self.num_indices)])
         return [path in on for path in paths]
 
@@ -162,7 +164,7 @@ class Freezing:
         self._check_fingerprint(found)
 
     def _check_fingerprint(self, state: FreezeState) -> None:
-        if isinstance(state.fingerprint, (jax.core.Tracer, jax.ShapeDtypeStruct)):
+        if isinstance(state.fingerprint, (Tracer, jax.ShapeDtypeStruct)):
             return
         if int(state.fingerprint) != self.fingerprint:
             raise StateMismatchError(
@@ -278,7 +280,8 @@ def freeze(
     """
     if not isinstance(freezing, Freezing):
         raise TypeError(
-            f"freeze: freezing must be a boostax.Freezing(groups, schedule), got {type(freezing).__name__}"
+            f"freeze: freezing must be a boostax.Freezing(groups, schedule), got "
+            f"{type(freezing).__name__}"
         )
     transform = getattr(inner, "gradient_transformation", None)
     if transform is not None:  # optax.MultiSteps is a class with methods
@@ -299,7 +302,7 @@ def freeze(
 
     def update(
         updates: Any,
-        state: FreezeState,
+        state: Any,
         params: Any = None,
         *,
         freeze_index: Any = None,
@@ -307,14 +310,14 @@ def freeze(
     ) -> tuple[Any, FreezeState]:
         freezing._check_fingerprint(state)
         index = freezing.index_at(state.count) if freeze_index is None else freeze_index
-        if isinstance(index, jax.Array) and not isinstance(index, jax.core.Tracer):
+        if isinstance(index, jax.Array) and not isinstance(index, Tracer):
             index = int(index)
 
         def branch(static_index: int) -> Any:
             flags = freezing.flags(static_index, updates)
             return lambda: run_trainable(tx, flags, updates, state.inner_state, params, extra_args)
 
-        if isinstance(index, jax.core.Tracer):
+        if isinstance(index, Tracer):
             branches = [branch(i) for i in range(freezing.num_indices)]
             new_updates, inner_state = jax.lax.switch(index, branches)
         else:
@@ -327,50 +330,3 @@ def freeze(
         optax.GradientTransformationExtraArgs(init, update),
         TransformInfo("freeze", settings, inner, freezing),
     )
-
-
-def _has_masked(tree: Any) -> bool:
-    held = jax.tree.leaves(tree, is_leaf=lambda part: isinstance(part, optax.MaskedNode))
-    return any(isinstance(part, optax.MaskedNode) for part in held)
-
-
-def _check_schedule(schedule: Any, groups: int) -> np.ndarray:
-    if schedule is None:
-        raise ValueError(
-            "Freezing: groups need a schedule; pass boostax.freeze_schedule(...), or one freeze "
-            "index for each window"
-        )
-    if isinstance(schedule, (str, bytes)) or not (
-        isinstance(schedule, (tuple, list)) or hasattr(schedule, "__array__")
-    ):
-        raise TypeError(
-            "Freezing: schedule must be a tuple, a list or a 1-D integer array of freeze indices, "
-            f"got {type(schedule).__name__}"
-        )
-    try:
-        table = np.asarray(schedule)
-    except ValueError as error:  # ragged lists
-        raise TypeError(
-            "Freezing: schedule must be one-dimensional, with one index per window"
-        ) from error
-    if table.size == 0:
-        raise ValueError("Freezing: schedule is empty; give one freeze index for each window")
-    if table.ndim != 1 or table.dtype.kind not in "iu":
-        raise TypeError(
-            f"Freezing: schedule must be 1-D and of integers, got shape {table.shape} and dtype "
-            f"{table.dtype}"
-        )
-    # np.asarray([0, True]) is an integer array; a bool there is a slip all the same.
-    if isinstance(schedule, (tuple, list)) and any(
-        isinstance(i, (bool, np.bool_)) for i in schedule
-    ):
-        raise TypeError("Freezing: schedule holds bools; give integer freeze indices")
-    low, high = int(table.min()), int(table.max())
-    if low < 0 or high >= groups:
-        raise ValueError(
-            f"Freezing: schedule holds the index {low if low < 0 else high}, but with {groups} groups "
-            f"the indices are 0 to {groups - 1}"
-        )
-    table = table.astype(np.int32)
-    table.setflags(write=False)
-    return table

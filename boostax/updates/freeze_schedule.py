@@ -136,7 +136,7 @@ def _ramp(groups: int, share: float, steps: int) -> np.ndarray:
 
 
 def _group_count(groups: Any) -> int:
-    if isinstance(groups, numbers.Integral) or isinstance(groups, bool):
+    if isinstance(groups, (numbers.Integral, bool)):
         return _integer("groups", groups, 1, None)
     try:
         count = len(groups)
@@ -155,10 +155,11 @@ def _integer(argument: str, value: Any, low: int, high: int | None) -> int:
         raise TypeError(
             f"freeze_schedule: {argument} must be an integer, got {value!r} ({type(value).__name__})"
         )
-    if value < low or (high is not None and value > high):
+    number = int(value)
+    if number < low or (high is not None and number > high):
         allowed = f">= {low}" if high is None else f"in [{low}, {high}]"
-        raise ValueError(f"freeze_schedule: {argument} must be {allowed}, got {value}")
-    return int(value)
+        raise ValueError(f"freeze_schedule: {argument} must be {allowed}, got {number}")
+    return number
 
 
 def _share(value: Any) -> float:

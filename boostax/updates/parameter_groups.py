@@ -13,7 +13,7 @@ import numpy as np
 
 from boostax._tree import PathPattern, check_matched, leaf_paths, matches
 from boostax.errors import did_you_mean
-from boostax.updates._layers import Layer, natural_order, split_layers
+from boostax.updates._layers import natural_order, split_layers
 
 __all__ = ["ParameterGroups", "parameter_groups"]
 
@@ -226,83 +226,14 @@ def _check_order(order: Sequence[str], paths: tuple[str, ...]) -> tuple[str, ...
     return order
 
 
-def explicit_groups(groups: Any, params: Any = None) -> ParameterGroups:
-    """Read groups that a user wrote out: path lists, or trees of bools, one for each freeze index."""
-    if isinstance(groups, ParameterGroups):
-        return groups
-    if groups is None:
-        raise ValueError(
-            "Freezing: a schedule needs groups; pass boostax.parameter_groups(params, n)"
-        )
-    if isinstance(groups, numbers.Integral):
-        raise TypeError(
-            f"Freezing: groups can't be a number ({groups}); pass "
-            f"boostax.parameter_groups(params, {groups})"
-        )
-    if isinstance(groups, (str, Mapping)) or not isinstance(groups, (tuple, list)):
-        raise TypeError(
-            "Freezing: groups must be what boostax.parameter_groups returned, or a tuple or list "
-            f"with one entry for each freeze index, got {type(groups).__name__}"
-        )
-    if not groups:
-        raise ValueError("Freezing: groups is empty; give one entry for each freeze index")
-    if all(_is_path_list(group) for group in groups):
-        return _from_path_lists(groups, params)
-    return _from_masks(groups)
-
-
-def _is_path_list(group: Any) -> bool:
-    return isinstance(group, (tuple, list, set, frozenset)) and all(
-        isinstance(path, str) for path in group
-    )
-
-
-def _from_path_lists(groups: Sequence[Any], params: Any) -> ParameterGroups:
-    for index, group in enumerate(groups):
-        if not group:
-            raise ValueError(f"Freezing: groups[{index}] is empty: nothing would be trained")
-    ordered = [sorted(g) if isinstance(g, (set, frozenset)) else list(g) for g in groups]
-    if params is None:
-        trained = tuple(tuple(dict.fromkeys(group)) for group in ordered)
-        paths = tuple(sorted({path for group in trained for path in group}))
-        return ParameterGroups(trained, paths)
-    paths = leaf_paths(params)
-    resolved = []
-    for index, group in enumerate(ordered):
-        for pattern in group:
-            check_matched(f"Freezing: groups[{index}]", pattern, paths)
-        resolved.append(tuple(p for p in paths if any(matches(pattern, p) for pattern in group)))
-    return ParameterGroups(tuple(resolved), paths, (), jax.tree.structure(params))
-
-
-def _from_masks(masks: Sequence[Any]) -> ParameterGroups:
-    treedef = jax.tree.structure(masks[0])
-    paths = leaf_paths(masks[0])
-    trained = []
-    for index, mask in enumerate(masks):
-        leaves = jax.tree.leaves(mask)
-        wrong = next((leaf for leaf in leaves if not isinstance(leaf, (bool, np.bool_))), None)
-        if wrong is not None or not leaves:
-            raise TypeError(
-                f"Freezing: groups[{index}] must be a list of leaf paths, or a tree with True for "
-                f"each leaf that is trained at this index, got "
-                f"{type(mask).__name__ if wrong is None else repr(wrong)}"
-            )
-        if jax.tree.structure(mask) != treedef:
-            raise ValueError(f"Freezing: groups[{index}] has another structure than groups[0]")
-        if not any(leaves):
-            raise ValueError(f"Freezing: groups[{index}] trains nothing")
-        trained.append(tuple(path for path, on in zip(paths, leaves, strict=True) if on))
-    return ParameterGroups(tuple(trained), paths, (), treedef)
-
-
 def check_index(index: Any, count: int) -> int:
     """Return a freeze index as an int, or raise."""
     if isinstance(index, (bool, np.bool_)) or not isinstance(index, numbers.Integral):
         raise TypeError(f"freeze index: must be an integer, got {index!r} ({type(index).__name__})")
-    if not 0 <= index < count:
-        raise ValueError(f"freeze index: must be in [0, {count - 1}], got {index}")
-    return int(index)
+    number = int(index)
+    if not 0 <= number < count:
+        raise ValueError(f"freeze index: must be in [0, {count - 1}], got {number}")
+    return number
 
 
 def _positive(argument: str, value: Any) -> int:
