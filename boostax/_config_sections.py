@@ -163,9 +163,11 @@ class GradFreeze(Section):
     ] = Field(default=None, description="Path patterns of the segments; instead of param_groups.")
 
     @property
-    def schedule_kind(self) -> str:
+    def schedule_kind(self) -> Literal["continuous", "interval", "ramp"]:
         """The schedule's name, from kind or else freeze_type."""
-        return self.kind or ("continuous", "interval")[self.freeze_type]
+        if self.kind is not None:
+            return self.kind
+        return "interval" if self.freeze_type == 1 else "continuous"
 
     @property
     def share_of_full_steps(self) -> float:

@@ -297,9 +297,9 @@ def optimizer_parts(tx: Any) -> frozenset[str]:
     return frozenset(info.name for info in _info.walk(tx))
 
 
-def check_optimizer(config: BoostConfig, enabled: tuple[str, ...], tx: Any) -> None:
-    """Raise a ConfigError where a base optimizer does not go with what is on."""
-    clashes = _clashes(config, set(enabled), optimizer_parts(tx))
+def check_optimizer(config: BoostConfig, enabled: tuple[str, ...], parts: frozenset[str]) -> None:
+    """Raise a ConfigError where a base optimizer with these parts does not go with what is on."""
+    clashes = _clashes(config, set(enabled), parts)
     if clashes:
         raise ConfigError(_clash_lines(clashes))
 

@@ -1,0 +1,431 @@
+"""AutoBoost, the front door: a level and a config become a model, an optimizer and a train step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+
+from boostax import _info, rules
+from boostax.config import BoostConfig, load_config
+from boostax.errors import ConfigError
+from boostax.training.describe import (
+    ParameterFate,
+    StepDescription,
+    _order_line,
+    format_table,
+    parameter_fates,
+)
+from boostax.training.step import TrainStep, train_step
+from boostax.updates.accumulate import accumulate
+from boostax.updates.centralize import centralize
+from boostax.updates.freeze import Freezing, freeze
+from boostax.updates.freeze_schedule import freeze_schedule
+from boostax.updates.parameter_groups import parameter_groups
+
+__all__ = ["AutoBoost", "BoostDescription", "ModelReport"]
+
+# What the chain must hold for a technique that is on: technique -> part.
+_PARTS = {"grad_freeze": "freeze", "centralize": "centralize", "grad_accumulation": "accumulate"}
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelReport:
+    """What :meth:`AutoBoost.model` changed.
+
+    Attributes:
+      changed: the paths of the changed layers, each with what was done to it.
+      notes: what the level or the flags ask for and is not built yet.
+    """
+
+    changed: tuple[tuple[str, str], ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{path}: {what}" for path, what in self.changed] or ["no layer was changed"]
+        return "\n".join(lines + [f"note: {note}" for note in self.notes])
+
+
+@dataclasses.dataclass(frozen=True)
+class BoostDescription:
+    """The answer of :meth:`AutoBoost.describe`; ``print`` shows it as tables.
+
+    Attributes:
+      resolution: which techniques are on, and why.
+      order: the parts of the chain, outermost first.
+      parameters: what happens to each parameter, where parameters were given.
+      step: the compiled step's costs, where a step, a state and a batch were given.
+    """
+
+    resolution: rules.Resolution
+    order: tuple[str, ...]
+    parameters: tuple[ParameterFate, ...] = ()
+    step: StepDescription | None = None
+
+    def __str__(self) -> str:
+        parts = [str(self.resolution)]
+        if self.step is not None:
+            return "\n\n".join([*parts, str(self.step)])
+        lines = ["order of the chain (outermost first)"]
+        lines += [f"  {i}. {text}" for i, text in enumerate(self.order, 1)]
+        parts.append("\n".join(lines))
+        if self.parameters:
+            rows = [
+                (p.path, "x".join(map(str, p.shape)) or "-", p.dtype, p.fate)
+                for p in self.parameters
+            ]
+            table = format_table(("path", "shape", "dtype", "what happens"), rows)
+            parts.append("\n".join(["parameters", *table]))
+        return "\n\n".join(parts)
+
+
+class AutoBoost:
+    """Put the techniques of a level or a config into a training run.
+
+    An ordinary object without state: as many as you like, each with its own config.
+
+    Args:
+      level: ``"O0"`` (nothing), ``"O1"`` (less_bn and grad_freeze, with gradient centralization)
+        or ``"O2"`` (adasum too). Decides in the config's mode ``auto``. A level applies what has
+        been built; ``describe`` names what is missing. Default ``"O0"``.
+      config: what :func:`boostax.load_config` takes. Default None: the defaults.
+
+    Attributes:
+      level: the level.
+      config: the checked :class:`boostax.BoostConfig`.
+      resolution: every technique with its state and the reason; prints as a table.
+
+    Raises:
+      ConfigError: the level is unknown, the config has faults, or techniques exclude each other.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, boostax
+      >>> boost = boostax.AutoBoost("O1", {"grad_freeze": {"param_groups": 2, "total_steps": 10}})
+      >>> boost.enabled
+      ('grad_freeze', 'centralize')
+      >>> params = {f"layer_{i}": {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)} for i in range(2)}
+      >>> def loss_fn(params, x):
+      ...     for layer in params.values():
+      ...         x = x @ layer["kernel"] + layer["bias"]
+      ...     return jnp.mean(x**2)
+      >>> tx = boost.optimizer(optax.sgd(0.1), params)
+      >>> step = boost.train_step(loss_fn, tx)
+      >>> state, metrics = step(step.init(params), jnp.ones((4, 2)))
+      >>> int(metrics["updates"])
+      1
+
+    Source:
+      ``mindspore.boost.AutoBoost``, which is a singleton that ignores its second use.
+
+    When not to use:
+      With one technique only, its own function in your ``optax.chain`` is shorter.
+    """
+
+    def __init__(self, level: str = "O0", config: Any = None) -> None:
+        self.level = rules.check_level(level)
+        self.config: BoostConfig = load_config(config)
+        self.resolution = rules.resolve(self.config, level)
+
+    def __repr__(self) -> str:
+        return f"AutoBoost({self.level!r}, {self.config.to_dict(defaults=False)!r})"
+
+    @property
+    def enabled(self) -> tuple[str, ...]:
+        """The techniques that are on, in the order of the chain."""
+        return self.resolution.enabled
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Flags that were overridden, techniques not built yet, sections without effect."""
+        return (*self._missing(), *self.resolution.notes)
+
+    def model(
+        self, model: Any, *example_inputs: Any, inference: bool = False
+    ) -> tuple[Any, ModelReport]:
+        """Rewrite a model by the techniques at the model seam. None is built yet.
+
+        Args:
+          model: a linen module (before its ``init``), an nnx module or a function.
+          *example_inputs: inputs that the model can be called with.
+          inference: True to prepare the model for evaluation. Default False.
+
+        Returns:
+          The model, unchanged so far, and a :class:`ModelReport`.
+        """
+        del example_inputs, inference  # for the techniques to come
+        return model, ModelReport(notes=tuple(self._missing("model")))
+
+    def optimizer(
+        self,
+        tx: optax.GradientTransformation | None = None,
+        params: Any = None,
+        *,
+        order: Sequence[str] | None = None,
+    ) -> optax.GradientTransformationExtraArgs:
+        """Compose the transformations that are on around a base optimizer.
+
+        ``accumulate(freeze(chain(centralize, clip, tx)))``, or with ``centralize.on = "update"``
+        ``accumulate(freeze(chain(clip, tx, centralize)))``, without what is off.
+
+        Args:
+          tx: the base optimizer. Default None: the one that the config's section ``optimizer``
+            names.
+          params: the parameters, or the nnx model, that will be trained; arrays or
+            ``ShapeDtypeStruct`` leaves. Needed where grad_freeze or centralize is on.
+          order: every leaf's path in forward order, from :func:`boostax.forward_order`, for
+            freezing. Default None: natural order, where the names tell it.
+
+        Returns:
+          The transformation. ``tx`` itself where nothing is on and nothing is clipped.
+
+        Raises:
+          ConfigError: neither or both of ``tx`` and the section ``optimizer`` are given, or the
+            optimizer does not go with what is on, or the config asks for more groups than there
+            are layers.
+          TypeError: ``tx`` is not a transformation.
+          ValueError: ``params`` is missing, or the order of its layers can't be told.
+        """
+        base = self._base(tx)
+        parts = rules.optimizer_parts(
+            self.config.optimizer.build() if self.config.optimizer else base
+        )
+        rules.check_optimizer(self.config, self.enabled, parts)
+        needed = [name for name in ("grad_freeze", "centralize") if name in self.enabled]
+        if needed and params is None:
+            raise ValueError(
+                f"optimizer: params is needed, because {' and '.join(needed)} is on; call "
+                "boost.optimizer(tx, params)"
+            )
+        model = params if isinstance(params, nnx.Module) else None
+        if model is not None:
+            params = nnx.state(model, nnx.Param)
+        inner = self._inner(base, params, model)
+        if "grad_freeze" in self.enabled:
+            inner = freeze(inner, self._freezing(params, order))
+        if "grad_accumulation" in self.enabled and self.config.has_window:
+            section = self.config.grad_accumulation
+            needs_value = parts & rules.NEEDS_VALUE
+            inner = accumulate(
+                inner,
+                self.config.every,
+                reduce=section.reduce,
+                nonfinite=section.nonfinite,
+                average_extra=("value",) if needs_value else (),
+            )
+        return inner
+
+    def train_step(self, loss_fn: Callable[..., Any], tx: Any, **settings: Any) -> TrainStep:
+        """Build the compiled train step: :func:`boostax.train_step` with the config's settings.
+
+        Args:
+          loss_fn: the loss, by the contract of :func:`boostax.train_step`.
+          tx: what :meth:`optimizer` returned.
+          **settings: any keyword of :func:`boostax.train_step`; each wins over the config's
+            ``microbatch``, ``stats`` and ``batch_norm_momentum``.
+
+        Returns:
+          The step, with ``init``, ``describe`` and ``step(state, batch)``.
+
+        Raises:
+          ValueError: ``tx`` lacks a technique that is on.
+        """
+        for name in self.enabled:
+            part = _PARTS.get(name)
+            if name == "grad_accumulation" and not self.config.has_window:
+                continue
+            if part is not None and _info.find(tx, part) is None:
+                raise ValueError(
+                    f"train_step: {name} is on, but tx holds no {part}; pass what "
+                    "boost.optimizer(tx, params) returned"
+                )
+        if "grad_accumulation" in self.enabled:
+            section = self.config.grad_accumulation
+            settings = {
+                "microbatch": section.microbatch,
+                "stats": section.stats,
+                "batch_norm_momentum": section.batch_norm_momentum,
+            } | settings
+        return train_step(loss_fn, tx, **settings)
+
+    def describe(
+        self,
+        params: Any = None,
+        tx: Any = None,
+        *,
+        step: TrainStep | None = None,
+        state: Any = None,
+        batch: Any = None,
+        order: Sequence[str] | None = None,
+        **extra: Any,
+    ) -> BoostDescription:
+        """Say what is on and why, the order of the chain, and what happens to each parameter.
+
+        Args:
+          params: the parameters or the nnx model. Default None: no table of parameters.
+          tx: what :meth:`optimizer` returned. Default None: it is made from ``params`` where they
+            are given.
+          step: what :meth:`train_step` returned; with ``state`` and ``batch`` its costs are told
+            as well, which compiles every variant. Default None.
+          state: a train state of that step. Default None.
+          batch: a batch of that step. Default None.
+          order: as for :meth:`optimizer`, where ``tx`` is left out. Default None.
+          **extra: the step's extra arguments.
+
+        Returns:
+          A :class:`BoostDescription`; ``print`` it.
+
+        Raises:
+          ValueError: only some of ``step``, ``state`` and ``batch`` are given.
+        """
+        given = [
+            name
+            for name, v in (("step", step), ("state", state), ("batch", batch))
+            if v is not None
+        ]
+        if given and len(given) < 3:
+            raise ValueError(f"describe: step, state and batch go together, got only {given}")
+        if step is not None:
+            told = step.describe(state, batch, **extra)
+            return BoostDescription(self.resolution, told.order, told.parameters, told)
+        if isinstance(params, nnx.Module):
+            model, params = params, nnx.state(params, nnx.Param)
+        else:
+            model = params
+        if tx is None and params is not None:
+            base = None if self.config.optimizer is not None else optax.identity()
+            tx = self.optimizer(base, model, order=order)
+        if tx is None:
+            return BoostDescription(self.resolution, tuple(self._order()))
+        infos = list(_info.walk(tx))
+        lines = tuple(_order_line(info) for info in infos)
+        fates = () if params is None else parameter_fates(infos, params)
+        return BoostDescription(self.resolution, lines, fates)
+
+    def _missing(self, seam: str | None = None) -> list[str]:
+        return [
+            f"{d.technique} ({rules.TECHNIQUES[d.technique].does}): {d.reason}"
+            for d in self.resolution.decisions
+            if d.state == "not built" and seam in (None, rules.TECHNIQUES[d.technique].seam)
+        ]
+
+    def _base(self, tx: Any) -> optax.GradientTransformationExtraArgs:
+        named = self.config.optimizer
+        if tx is None and named is None:
+            raise ConfigError(
+                "optimizer: no base optimizer; pass tx, or name one in the config: "
+                '{"optimizer": {"name": "adam", "learning_rate": 1e-3}}'
+            )
+        if tx is not None and named is not None:
+            raise ConfigError(
+                f"optimizer: tx was given, and the config names {named.name!r}; leave one of them out"
+            )
+        if tx is None:
+            assert named is not None
+            settings = {key: _shown(value) for key, value in named.arguments if value is not None}
+            return _named(named.build(), named.name, settings)
+        if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+            hint = "; params come second: optimizer(tx, params)" if jax.tree.leaves(tx) else ""
+            raise TypeError(
+                f"optimizer: tx must be an optax transformation, got {type(tx).__name__}{hint}"
+            )
+        if isinstance(tx, optax.GradientTransformation):
+            return optax.with_extra_args_support(tx)
+        return optax.GradientTransformationExtraArgs(tx.init, tx.update)
+
+    def _inner(self, base: Any, params: Any, model: Any) -> Any:
+        section, centralized = self.config.centralize, "centralize" in self.enabled
+        before, after = [], []
+        if centralized:
+            axes = None if section.axes is None else dict(section.axes.pairs)
+            part = centralize(
+                layers=section.layers, axes=axes, model=model, unreadable=section.unreadable
+            )
+            part.init(params)  # leaves that can't be read are told here, not at step.init
+            (before if section.on == "gradient" else after).append(part)
+        clip = self._clip()
+        before += [clip] if clip is not None else []
+        return optax.chain(*before, base, *after) if before or after else base
+
+    def _clip(self) -> Any | None:
+        clip = self.config.clip
+        makers = {
+            "global_norm": optax.clip_by_global_norm,
+            "value": optax.clip,
+            "adaptive": optax.adaptive_grad_clip,
+        }
+        for key, make in makers.items():
+            limit = getattr(clip, key)
+            if limit is not None:
+                return _named(make(limit), "clip", {key: limit})
+        return None
+
+    def _freezing(self, params: Any, order: Sequence[str] | None) -> Freezing:
+        section = self.config.grad_freeze
+        try:
+            if section.patterns is not None:
+                groups = parameter_groups(params, patterns=section.patterns)
+            else:
+                groups = parameter_groups(params, section.param_groups, order=order, by=section.by)
+        except ValueError as error:
+            raise ConfigError(
+                f"grad_freeze.param_groups = {section.param_groups}: {error}"
+                if section.patterns is None
+                else f"grad_freeze.patterns: {error}"
+            ) from error
+        schedule = freeze_schedule(
+            section.schedule_kind,
+            groups,
+            full_fraction=section.share_of_full_steps,
+            total_steps=section.total_steps,
+            seed=section.seed,
+        )
+        return Freezing(groups, schedule)
+
+    def _order(self) -> list[str]:
+        """Return the chain's parts without building it, each with the reason for its place."""
+        config, on = self.config, self.enabled
+        there = {
+            "accumulate": "grad_accumulation" in on and config.has_window,
+            "freeze": "grad_freeze" in on,
+            "centralize": "centralize" in on and config.centralize.on == "gradient",
+            "clip": any(
+                getattr(config.clip, key) is not None for key in type(config.clip).model_fields
+            ),
+            "optimizer": True,
+            "centralize_update": "centralize" in on and config.centralize.on == "update",
+        }
+        names = {"optimizer": config.optimizer.name if config.optimizer else "your optimizer"}
+        return [
+            f"{names.get(place.part, place.part)}: {place.why}"
+            for place in rules.ORDER
+            if there[place.part]
+        ]
+
+
+def _named(tx: Any, name: str, settings: dict[str, Any]) -> optax.GradientTransformationExtraArgs:
+    """Attach a description; ``learning_rate`` in it is what the step's metric reads."""
+    tx = optax.with_extra_args_support(tx)
+
+    # A function of our own, because optax's may be shared between transformations.
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        return tx.update(updates, state, params, **extra)
+
+    wrapped = optax.GradientTransformationExtraArgs(tx.init, update)
+    return _info.with_info(wrapped, _info.TransformInfo(name, settings))
+
+
+def _shown(value: Any) -> Any:
+    """Return an argument as the description and the learning-rate metric want it."""
+    from boostax._config_named import Named, plain
+
+    if isinstance(value, Named):
+        return value.build() if value.kind == "schedule" else str(plain(value))
+    return (
+        value
+        if isinstance(value, (bool, int, float, str)) or callable(value)
+        else str(plain(value))
+    )

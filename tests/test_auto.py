@@ -1,0 +1,309 @@
+"""AutoBoost: composition, order, the config's optimizer, errors and the description."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+import boostax
+from boostax import AutoBoost, _info
+from boostax.errors import ConfigError
+
+MANUAL = {"mode": "manual"}
+
+
+@pytest.fixture
+def params():
+    key = jax.random.key(0)
+    return {
+        f"layer_{i}": {
+            "kernel": jax.random.normal(jax.random.fold_in(key, i), (3, 3)) / 2,
+            "bias": jnp.zeros(3),
+        }
+        for i in range(3)
+    }
+
+
+def loss_fn(params, x):
+    for layer in params.values():
+        x = jnp.tanh(x @ layer["kernel"] + layer["bias"][None])
+    return jnp.mean((x - 1) ** 2)
+
+
+@pytest.fixture
+def batches():
+    return [jax.random.normal(jax.random.key(10 + i), (4, 3)) for i in range(6)]
+
+
+def names(tx):
+    return [info.name for info in _info.walk(tx)]
+
+
+def run(step, params, batches):
+    state = step.init(params)
+    for batch in batches:
+        state, metrics = step(state, batch)
+    return state, metrics
+
+
+def test_objects_are_independent():
+    first = AutoBoost("O1", {"grad_freeze": {"param_groups": 2}})
+    second = AutoBoost("O0", {"grad_freeze": {"param_groups": 3}})
+    assert (first.enabled, second.enabled) == (("grad_freeze", "centralize"), ())
+    assert (first.config.grad_freeze.param_groups, second.level) == (2, "O0")
+    assert AutoBoost().enabled == ()
+    # The arguments of the signature that is documented.
+    assert list(inspect.signature(AutoBoost).parameters) == ["level", "config"]
+
+
+def test_wrong_levels_and_modes_leave_nothing_behind():
+    with pytest.raises(ConfigError, match="level: got 'O9'"):
+        AutoBoost("O9")
+    with pytest.raises(ConfigError, match=r"boost\.mode"):
+        AutoBoost("O1", {"boost": {"mode": "fast"}})
+    assert AutoBoost("O1").enabled == ("grad_freeze", "centralize")
+
+
+def test_what_is_missing_is_named():
+    boost = AutoBoost("O2")
+    assert any("less_bn" in note and "not built yet" in note for note in boost.notes)
+    assert any("adasum" in note and "not built yet" in note for note in boost.notes)
+    model = linen.Dense(2)
+    same, report = boost.model(model, jnp.ones((1, 3)))
+    assert same is model
+    assert "no layer was changed" in str(report)
+    assert "less_bn" in str(report)
+    assert "adasum" not in str(report)
+    assert AutoBoost("O0").model(model, inference=True)[1].notes == ()
+
+
+def test_with_everything_off_the_optimizer_is_untouched(params, batches):
+    base = optax.adamw(0.1)
+    tx = AutoBoost().optimizer(base)
+    assert tx.update is base.update
+    boosted = run(AutoBoost().train_step(loss_fn, tx), params, batches)[0]
+    plain = run(boostax.train_step(loss_fn, base), params, batches)[0]
+    jax.tree.map(np.testing.assert_array_equal, boosted.params, plain.params)
+
+
+WHOLE = {
+    "boost": {"mode": "enable_all"},
+    "grad_freeze": {"param_groups": 3, "total_steps": 4, "kind": "ramp", "full_fraction": 0.5},
+    "grad_accumulation": {"every": 2},
+    "clip": {"global_norm": 0.1},
+}
+
+
+def test_the_order_of_the_chain(params):
+    tx = AutoBoost("O0", WHOLE).optimizer(optax.sgd(0.1), params)
+    assert names(tx)[:4] == ["accumulate", "freeze", "centralize", "clip"]
+    on_update = {
+        **WHOLE,
+        "centralize": {"on": "update"},
+        "optimizer": {"name": "sgd", "learning_rate": 1},
+    }
+    tx = AutoBoost("O0", on_update).optimizer(params=params)
+    assert names(tx) == ["accumulate", "freeze", "clip", "sgd", "centralize"]
+
+
+def test_it_equals_the_composition_by_hand(params, batches):
+    boost = AutoBoost("O0", WHOLE)
+    step = boost.train_step(loss_fn, boost.optimizer(optax.sgd(0.1, 0.9), params))
+    groups = boostax.parameter_groups(params, 3)
+    schedule = boostax.freeze_schedule("ramp", groups, full_fraction=0.5, total_steps=4)
+    assert schedule.tolist() == [0, 0, 1, 2]
+    inner = optax.chain(boostax.centralize(), optax.clip_by_global_norm(0.1), optax.sgd(0.1, 0.9))
+    by_hand = boostax.accumulate(boostax.freeze(inner, boostax.Freezing(groups, schedule)), 2)
+    ours, metrics = run(step, params, batches)
+    theirs, _ = run(boostax.train_step(loss_fn, by_hand), params, batches)
+    jax.tree.map(np.testing.assert_array_equal, ours.params, theirs.params)
+    assert (int(metrics["updates"]), int(metrics["freeze_index"])) == (3, 1)
+    # The third window had index 1, so that layer_0 stayed where two windows had brought it.
+    two, _ = run(step, params, batches[:4])
+    np.testing.assert_array_equal(ours.params["layer_0"]["kernel"], two.params["layer_0"]["kernel"])
+    assert np.any(ours.params["layer_1"]["kernel"] != two.params["layer_1"]["kernel"])
+
+
+def test_clip_comes_after_the_mean_of_the_window():
+    # [3, 4] and [0, 0]: mean [1.5, 2.0], norm 2.5, update -[0.6, 0.8].
+    config = {
+        "boost": {**MANUAL, "grad_accumulation": True},
+        "common": {"grad_accumulation_step": 2},
+        "clip": {"global_norm": 1.0},
+    }
+    tx = AutoBoost("O0", config).optimizer(optax.sgd(1.0))
+    state = tx.init(jnp.zeros(2))
+    _, state = tx.update(jnp.array([3.0, 4.0]), state, jnp.zeros(2))
+    update, _ = tx.update(jnp.zeros(2), state, jnp.zeros(2))
+    np.testing.assert_allclose(update, [-0.6, -0.8], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("clip", "expected"),
+    [
+        ({"value": 1.0}, [-1.0, -0.5]),
+        ({"global_norm": 0.5}, [-0.4932, -0.0822]),
+        ({"adaptive": 0.1}, None),
+    ],
+)
+def test_clips(clip, expected):
+    tx = AutoBoost("O0", {"clip": clip}).optimizer(optax.sgd(1.0))
+    grads, params = jnp.array([3.0, 0.5]), jnp.array([1.0, 1.0])
+    update, _ = tx.update(grads, tx.init(params), params)
+    if expected is None:
+        expected, _ = optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(1.0)).update(
+            grads, (optax.EmptyState(), optax.sgd(1.0).init(params)), params
+        )
+    np.testing.assert_allclose(update, expected, atol=1e-4)
+
+
+def test_the_learning_rate_of_a_named_optimizer_is_a_metric(params, batches):
+    schedule = {
+        "name": "piecewise_constant_schedule",
+        "init_value": 0.5,
+        "boundaries_and_scales": {"2": 0.1},
+    }
+    boost = AutoBoost("O0", {"optimizer": {"name": "sgd", "learning_rate": schedule}})
+    step = boost.train_step(loss_fn, boost.optimizer())
+    state, rates = step.init(params), []
+    for batch in batches[:4]:
+        state, metrics = step(state, batch)
+        rates.append(float(metrics["learning_rate"]))
+    np.testing.assert_allclose(rates, [0.5, 0.5, 0.05, 0.05], rtol=1e-6)
+    fixed = AutoBoost("O0", {"optimizer": {"name": "adam", "learning_rate": 0.25}})
+    step = fixed.train_step(loss_fn, fixed.optimizer(), metrics=("learning_rate",))
+    assert float(run(step, params, batches[:1])[1]["learning_rate"]) == 0.25
+
+
+def test_microbatch_and_window_settings_reach_the_step(params, batches):
+    section = {"microbatch": 2, "stats": "per_micro", "batch_norm_momentum": 0.5}
+    config = {"boost": {**MANUAL, "grad_accumulation": True}, "grad_accumulation": section}
+    boost = AutoBoost("O2", config)
+    tx = boost.optimizer(optax.sgd(0.1))
+    assert "accumulate" not in names(tx)
+    step = boost.train_step(loss_fn, tx)
+    settings = step.settings
+    assert (settings.microbatch, settings.stats, settings.batch_norm_momentum) == (
+        2,
+        "per_micro",
+        0.5,
+    )
+    assert boost.train_step(loss_fn, tx, microbatch=4).settings.microbatch == 4
+    plain = boostax.train_step(loss_fn, optax.sgd(0.1))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        run(step, params, batches)[0].params,
+        run(plain, params, batches)[0].params,
+    )
+
+
+def test_a_window_averages_the_loss_for_optimizers_that_take_it(params, batches):
+    config = {
+        "boost": {**MANUAL, "grad_accumulation": True},
+        "grad_accumulation": {"every": 2},
+        "optimizer": {"name": "polyak_sgd"},
+    }
+    boost = AutoBoost("O0", config)
+    tx = boost.optimizer()
+    assert _info.find(tx, "accumulate").settings["average_extra"] == ("value",)
+    state, _ = run(boost.train_step(loss_fn, tx), params, batches[:2])
+    whole = boostax.train_step(loss_fn, optax.polyak_sgd())
+    expected, _ = run(whole, params, [jnp.concatenate(batches[:2])])
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        state.params,
+        expected.params,
+    )
+    tx = AutoBoost("O0", {k: v for k, v in config.items() if k != "optimizer"}).optimizer(
+        optax.polyak_sgd()
+    )
+    assert _info.find(tx, "accumulate").settings["average_extra"] == ("value",)
+
+
+def test_a_given_line_search_does_not_go_with_a_window():
+    config = {"boost": {**MANUAL, "grad_accumulation": True}, "grad_accumulation": {"every": 2}}
+    searching = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(5))
+    with pytest.raises(ConfigError, match="does not go with this optimizer: its line search"):
+        AutoBoost("O0", config).optimizer(searching)
+    AutoBoost("O0").optimizer(searching)
+
+
+def test_nnx_models(batches):
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.first = nnx.Linear(3, 4, rngs=rngs)
+            self.second = nnx.Linear(4, 1, rngs=rngs)
+
+        def __call__(self, x):
+            return self.second(nnx.relu(self.first(x)))
+
+    def loss(model, x):
+        return jnp.mean((model(x) - 1) ** 2)
+
+    model = Net(nnx.Rngs(0))
+    config = {"grad_freeze": {"patterns": ["first/*", "second/*"], "total_steps": 4}}
+    boost = AutoBoost("O1", config)
+    tx = boost.optimizer(optax.sgd(0.1), model)
+    _, metrics = run(boost.train_step(loss, tx), model, batches[:2])
+    assert int(metrics["updates"]) == 2
+    assert "first/kernel" in str(boost.describe(model, tx))
+
+
+def test_errors_of_optimizer_and_train_step(params):
+    with pytest.raises(ConfigError, match="no base optimizer"):
+        AutoBoost().optimizer()
+    named = {"optimizer": {"name": "sgd", "learning_rate": 0.1}}
+    with pytest.raises(ConfigError, match="config names 'sgd'"):
+        AutoBoost("O0", named).optimizer(optax.sgd(0.1))
+    with pytest.raises(TypeError, match=r"params come second"):
+        AutoBoost().optimizer(params)
+    with pytest.raises(ValueError, match="params is needed, because grad_freeze and centralize"):
+        AutoBoost("O1").optimizer(optax.sgd(0.1))
+    # Ten groups are the default of mindspore.boost; this model has three layers.
+    with pytest.raises(ConfigError, match=r"grad_freeze\.param_groups = 10: .*3"):
+        AutoBoost("O1").optimizer(optax.sgd(0.1), params)
+    boost = AutoBoost("O1", {"grad_freeze": {"param_groups": 3}})
+    with pytest.raises(ValueError, match="grad_freeze is on, but tx holds no freeze"):
+        boost.train_step(loss_fn, optax.sgd(0.1))
+    with pytest.raises(ValueError, match="describe: step, state and batch go together"):
+        boost.describe(step=1)
+
+
+def test_abstract_parameters_do(params):
+    shapes = jax.eval_shape(lambda: params)
+    boost = AutoBoost("O1", {"grad_freeze": {"param_groups": 3}})
+    tx = boost.optimizer(optax.sgd(0.1), shapes)
+    jax.eval_shape(tx.init, shapes)
+
+
+def test_descriptions(params, batches):
+    boost = AutoBoost("O1", {"grad_freeze": {"param_groups": 3, "total_steps": 4}})
+    text = str(boost.describe())
+    assert "level O1, mode auto" in text
+    assert "1. freeze: frozen leaves count in no norm" in text
+    assert "3. your optimizer" in text
+    told = boost.describe(params)
+    assert [p.path for p in told.parameters][:2] == ["layer_0/bias", "layer_0/kernel"]
+    assert "freeze" in told.parameters[1].fate
+    tx = boost.optimizer(optax.sgd(0.1), params)
+    step = boost.train_step(loss_fn, tx)
+    whole = boost.describe(step=step, state=step.init(params), batch=batches[0])
+    assert len(whole.step.variants) == 3
+    assert whole.step.variants[2].flops < whole.step.variants[0].flops
+    assert "compiled steps" in str(whole)
+    assert "less_bn" in str(whole)
+    assert "AutoBoost('O1', {'grad_freeze'" in repr(boost)
+
+
+def test_centralize_reads_axes_from_the_config():
+    params = {"odd": {"weights": jnp.arange(6.0).reshape(2, 3)}}
+    config = {"boost": {**MANUAL, "centralize": True}, "centralize": {"axes": {"*/weights": 0}}}
+    tx = AutoBoost("O0", config).optimizer(optax.sgd(1.0), params)
+    update, _ = tx.update(params, tx.init(params), params)
+    np.testing.assert_allclose(update["odd"]["weights"], [[1.5] * 3, [-1.5] * 3])
+    with pytest.raises(ValueError, match="odd/weights"):
+        AutoBoost("O0", {"boost": config["boost"]}).optimizer(optax.sgd(1.0), params)
