@@ -281,14 +281,17 @@ def test_abstract_parameters_do(params):
 
 
 def test_descriptions(params, batches):
-    boost = AutoBoost("O1", {"grad_freeze": {"param_groups": 3, "total_steps": 4}})
+    boost = AutoBoost("O1", {"grad_freeze": {"param_groups": 3, "total_steps": 4, "freeze_p": 0.5}})
     text = str(boost.describe())
     assert "level O1, mode auto" in text
     assert "1. freeze: frozen leaves count in no norm" in text
     assert "3. your optimizer" in text
     told = boost.describe(params)
     assert [p.path for p in told.parameters][:2] == ["layer_0/bias", "layer_0/kernel"]
-    assert "freeze" in told.parameters[1].fate
+    assert told.parameters[1].fate == (
+        "freeze: frozen at index 1, 2 (50% of the windows); centralize: mean over axes (0,) removed"
+    )
+    assert told.parameters[4].fate == "freeze: never frozen; centralize: unchanged (vector)"
     tx = boost.optimizer(optax.sgd(0.1), params)
     step = boost.train_step(loss_fn, tx)
     whole = boost.describe(step=step, state=step.init(params), batch=batches[0])

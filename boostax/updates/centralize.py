@@ -175,8 +175,14 @@ def centralize(
     shown = {"layers": layers, "axes": dict(axes or {}), "unreadable": unreadable}
     return with_info(
         optax.GradientTransformationExtraArgs(init, update),
-        TransformInfo("centralize", shown, static=settings),
+        TransformInfo("centralize", shown, static=settings, fates=lambda p: _fates(settings, p)),
     )
+
+
+def _fates(settings: Centralizing, params: Any) -> dict[str, str]:
+    read = settings.describe(params)
+    fates = {path: f"mean over axes {axes} removed" for path, axes in read.axes.items()}
+    return fates | {path: f"unchanged ({why})" for path, why in read.untouched.items()}
 
 
 def centralized_axes(

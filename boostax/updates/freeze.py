@@ -328,5 +328,20 @@ def freeze(
     settings = {"groups": freezing.num_indices, "windows": len(freezing.schedule)}
     return with_info(
         optax.GradientTransformationExtraArgs(init, update),
-        TransformInfo("freeze", settings, inner, freezing),
+        TransformInfo("freeze", settings, inner, freezing, fates=lambda params: _fates(freezing)),
     )
+
+
+def _fates(freezing: Freezing) -> dict[str, str]:
+    """Tell for every parameter at which indices, and in how many windows, it is frozen."""
+    trained = [freezing.trainable_by_path(index) for index in range(freezing.num_indices)]
+    windows = np.bincount(freezing.schedule, minlength=freezing.num_indices)
+    fates = {}
+    for path in trained[0]:
+        frozen = [index for index, by_path in enumerate(trained) if not by_path[path]]
+        share = windows[frozen].sum() / len(freezing.schedule)
+        at = ", ".join(map(str, frozen))
+        fates[path] = (
+            f"frozen at index {at} ({share:.0%} of the windows)" if frozen else "never frozen"
+        )
+    return fates
