@@ -153,6 +153,7 @@ def build_arm(
       UsageError: the config does not fit this model or budget.
     """
     from boostax.auto import AutoBoost
+    from boostax.gradients.forward_order import forward_order
 
     try:
         boost = AutoBoost(arm.level, copy.deepcopy(dict(arm.config)))
@@ -160,7 +161,7 @@ def build_arm(
         raise UsageError(f"arm {arm.name!r}: {error}") from error
     every = _window(boost)
     updates = max(1, steps // every)
-    notes = []
+    notes = list(boost.notes)
     if steps % every:
         notes.append(f"the last {steps % every} batches do not fill a window of {every}")
     config = copy.deepcopy(dict(arm.config))
@@ -172,23 +173,43 @@ def build_arm(
                 f"its freeze schedule ends after {given} updates, its budget after {updates}"
             )
         boost = AutoBoost(arm.level, copy.deepcopy(config))
+    if boost.config.optimizer is None:
+        base = _injected(task, rate, updates)
+    else:
+        base = None
+        notes.append(
+            "its config names the optimizer, so the task's optimizer and learning rate are not used"
+        )
+    order = None
+    if "grad_freeze" in boost.enabled and boost.config.grad_freeze.patterns is None:
+        # Outside the try below: a fault in the user's own loss keeps its traceback.
+        order = forward_order(task.loss, model, batch, model_state=model_state)
+    try:
+        tx = boost.optimizer(base, model, order=order)
+        step = boost.train_step(task.loss, tx, has_aux=task.has_aux)
+    except ValueError as error:
+        raise UsageError(f"arm {arm.name!r}: {error}") from error
+    return BuiltArm(step, updates, config, tuple(boost.enabled), tuple(notes))
+
+
+def _injected(task: Task, rate: float, updates: int) -> optax.GradientTransformationExtraArgs:
+    """Return the task's optimizer with its learning rate as a part of the state."""
     optimizer = task.optimizer(rate, updates)
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise UsageError(
             f"{task.name}: optimizer(learning_rate, steps) must return an optax transformation, got "
             f"{type(optimizer).__name__}"
         )
-    injected = optax.inject_hyperparams(
-        lambda learning_rate: task.optimizer(learning_rate, updates)
-    )
-    tx = _optimizer(boost, injected(learning_rate=rate), task, model, model_state, batch)
-    step = boost.train_step(task.loss, tx, has_aux=task.has_aux)
-    return BuiltArm(step, updates, config, tuple(boost.enabled), tuple(notes))
+
+    def make(learning_rate: Any) -> Any:
+        return task.optimizer(learning_rate, updates)
+
+    return optax.inject_hyperparams(make)(learning_rate=rate)
 
 
 def _window(boost: Any) -> int:
     """Return how many calls one update takes."""
-    if "grad_accumulation" not in boost.enabled:
+    if "grad_accumulation" not in boost.enabled or not boost.config.has_window:
         return 1
     every = boost.config.every
     return 1 if callable(every) else int(every)
