@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from boostax.errors import StateMismatchError
 from boostax.gradients.microbatch import microbatched
 from boostax.gradients.value_and_grad import trained_leaves, value_and_grad
 from boostax.training._windows import after_call
@@ -87,7 +88,7 @@ class StepFunction:
 
     def __call__(
         self, state: TrainState, batch: Any, extra: dict[str, Any], index: int | None
-    ) -> tuple[TrainState, dict[str, jax.Array]]:
+    ) -> tuple[TrainState, dict[str, Any]]:
         settings = self.settings
         rng = self._rng(state)
         start = state.model_state
@@ -110,6 +111,7 @@ class StepFunction:
             "value": loss,
             "grad": grads,
             "grad_fn": lambda params, _: self._all_gradients(params, start, batch, rng),
+            "obj_fn": lambda params: self._value(params, start, batch, rng),  # optax's Sophia
             "weight": weight,
         }
         if finite is not None:
@@ -195,7 +197,12 @@ class StepFunction:
             return index, None
         from boostax.updates.freeze import FreezeState
 
-        return None, self.settings.freezing.index_at(find_state(state.opt_state, FreezeState).count)
+        frozen = find_state(state.opt_state, FreezeState)
+        if frozen is None:
+            raise StateMismatchError(
+                "state was made without freezing, but this step freezes; make it with step.init"
+            )
+        return None, self.settings.freezing.index_at(frozen.count)
 
     def _gradients(
         self, params: Any, start: Any, batch: Any, rng: Any, index: int | None, traced_index: Any

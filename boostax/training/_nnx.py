@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from boostax.training.batch_stats import collect_momenta
@@ -88,7 +89,7 @@ def _same_paths(params: Any) -> Any:
 
 def _key_impl(leaf: Any) -> str | None:
     dtype = getattr(leaf, "dtype", None)
-    if dtype is None or not jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+    if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return None
     return str(jax.random.key_impl(leaf))
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 
 from boostax import _info
 from boostax.errors import StateMismatchError
@@ -53,7 +54,7 @@ def train_step(
         ``(loss, boostax.LossAux(...))`` with ``has_aux=True``. ``model_state`` and ``rng`` are passed
         only if the function declares them.
       tx: any optax transformation; its ``update`` is given ``value``, ``grad``, ``value_fn``,
-        ``grad_fn``, ``weight``, ``freeze_index`` and the step's own extra arguments.
+        ``grad_fn``, ``obj_fn``, ``weight``, ``freeze_index`` and the step's own extra arguments.
       has_aux: whether ``loss_fn`` returns a ``LossAux``. Default False.
       metrics: which of ``loss``, ``grad_norm`` (trainable leaves), ``finite``, ``updates``,
         ``micro_steps``, ``freeze_index``, ``learning_rate`` to report. Default None: all that can be
@@ -281,9 +282,7 @@ class TrainStep:
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         _check_state(state)
         _check_extra(extra)
-        if any(
-            isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((state, batch, extra))
-        ):
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, batch, extra))):
             return self._function()(state, batch, extra, None)
         if not self._on_host:
             return self._jitted(None)(state, batch, extra)
@@ -412,18 +411,18 @@ def _needs_key(loss_fn: Callable[..., Any]) -> bool:
 
 
 def _raw_key(rng: Any) -> tuple[jax.Array, str]:
+    key: Any = rng
     if isinstance(rng, (int, np.integer)) and not isinstance(rng, bool):
-        rng = jax.random.key(int(rng))
-    if not hasattr(rng, "dtype"):
+        key = jax.random.key(int(rng))
+    if not hasattr(key, "dtype"):
         raise TypeError(
             f"rng must be a key of jax.random.key, or an int seed; got {type(rng).__name__}"
         )
-    if jax.dtypes.issubdtype(rng.dtype, jax.dtypes.prng_key):
-        if rng.shape != ():
-            raise ValueError(f"rng must be one key, got an array of keys of shape {rng.shape}")
-        return jax.random.key_data(rng), str(jax.random.key_impl(rng))
-    typed = jax.random.wrap_key_data(rng)
-    return jax.random.key_data(typed), str(jax.random.key_impl(typed))
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.wrap_key_data(key)
+    if key.shape != ():
+        raise ValueError(f"rng must be one key, got an array of keys of shape {key.shape}")
+    return jax.random.key_data(key), str(jax.random.key_impl(key))
 
 
 def _strong_copy(tree: Any) -> Any:
