@@ -453,7 +453,7 @@ def adam(g, s, t):
 def test_optimizers_by_name(by_hand, optimizer):
     tx = boostax.load_config({"optimizer": optimizer}).optimizer.build()
     weight = np.array([1.0, -2.0, 0.5])
-    step = boostax.train_step(lambda p, b: 0.5 * jnp.sum(b * p**2, axis=-1).mean(), tx)
+    step = boostax.train_step(lambda p, b: 0.5 * jnp.sum(b * p[None] ** 2, axis=-1).mean(), tx)
     state = step.init(jnp.float32(weight))
     memory: dict = {}
     curvature = np.array([[1.0, 3.0, 0.1]])
