@@ -2,85 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import optax
 from flax import nnx
 
 from boostax import _info, rules
+from boostax._auto_chain import base_optimizer, inner_chain, make_freezing
+from boostax._auto_reports import BoostDescription, ModelReport, chain_order
 from boostax.config import BoostConfig, load_config
-from boostax.errors import ConfigError
-from boostax.training.describe import (
-    ParameterFate,
-    StepDescription,
-    _order_line,
-    format_table,
-    parameter_fates,
-)
+from boostax.training.describe import _order_line, parameter_fates
 from boostax.training.step import TrainStep, train_step
 from boostax.updates.accumulate import accumulate
-from boostax.updates.centralize import centralize
-from boostax.updates.freeze import Freezing, freeze
-from boostax.updates.freeze_schedule import freeze_schedule
-from boostax.updates.parameter_groups import parameter_groups
+from boostax.updates.freeze import freeze
 
 __all__ = ["AutoBoost", "BoostDescription", "ModelReport"]
 
 # What the chain must hold for a technique that is on: technique -> part.
 _PARTS = {"grad_freeze": "freeze", "centralize": "centralize", "grad_accumulation": "accumulate"}
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelReport:
-    """What :meth:`AutoBoost.model` changed.
-
-    Attributes:
-      changed: the paths of the changed layers, each with what was done to it.
-      notes: what the level or the flags ask for and is not built yet.
-    """
-
-    changed: tuple[tuple[str, str], ...] = ()
-    notes: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        lines = [f"{path}: {what}" for path, what in self.changed] or ["no layer was changed"]
-        return "\n".join(lines + [f"note: {note}" for note in self.notes])
-
-
-@dataclasses.dataclass(frozen=True)
-class BoostDescription:
-    """The answer of :meth:`AutoBoost.describe`; ``print`` shows it as tables.
-
-    Attributes:
-      resolution: which techniques are on, and why.
-      order: the parts of the chain, outermost first.
-      parameters: what happens to each parameter, where parameters were given.
-      step: the compiled step's costs, where a step, a state and a batch were given.
-    """
-
-    resolution: rules.Resolution
-    order: tuple[str, ...]
-    parameters: tuple[ParameterFate, ...] = ()
-    step: StepDescription | None = None
-
-    def __str__(self) -> str:
-        parts = [str(self.resolution)]
-        if self.step is not None:
-            return "\n\n".join([*parts, str(self.step)])
-        lines = ["order of the chain (outermost first)"]
-        lines += [f"  {i}. {text}" for i, text in enumerate(self.order, 1)]
-        parts.append("\n".join(lines))
-        if self.parameters:
-            rows = [
-                (p.path, "x".join(map(str, p.shape)) or "-", p.dtype, p.fate)
-                for p in self.parameters
-            ]
-            table = format_table(("path", "shape", "dtype", "what happens"), rows)
-            parts.append("\n".join(["parameters", *table]))
-        return "\n\n".join(parts)
 
 
 class AutoBoost:
@@ -189,7 +129,7 @@ class AutoBoost:
           TypeError: ``tx`` is not a transformation.
           ValueError: ``params`` is missing, or the order of its layers can't be told.
         """
-        base = self._base(tx)
+        base = base_optimizer(self.config, tx)
         parts = rules.optimizer_parts(
             self.config.optimizer.build() if self.config.optimizer else base
         )
@@ -203,9 +143,9 @@ class AutoBoost:
         model = params if isinstance(params, nnx.Module) else None
         if model is not None:
             params = nnx.state(model, nnx.Param)
-        inner = self._inner(base, params, model)
+        inner = inner_chain(self.config, self.enabled, base, params, model)
         if "grad_freeze" in self.enabled:
-            inner = freeze(inner, self._freezing(params, order))
+            inner = freeze(inner, make_freezing(self.config.grad_freeze, params, order))
         if "grad_accumulation" in self.enabled and self.config.has_window:
             section = self.config.grad_accumulation
             needs_value = parts & rules.NEEDS_VALUE
@@ -299,7 +239,7 @@ class AutoBoost:
             base = None if self.config.optimizer is not None else optax.identity()
             tx = self.optimizer(base, model, order=order)
         if tx is None:
-            return BoostDescription(self.resolution, tuple(self._order()))
+            return BoostDescription(self.resolution, chain_order(self.config, self.enabled))
         infos = list(_info.walk(tx))
         lines = tuple(_order_line(info) for info in infos)
         fates = () if params is None else parameter_fates(infos, params)
@@ -311,121 +251,3 @@ class AutoBoost:
             for d in self.resolution.decisions
             if d.state == "not built" and seam in (None, rules.TECHNIQUES[d.technique].seam)
         ]
-
-    def _base(self, tx: Any) -> optax.GradientTransformationExtraArgs:
-        named = self.config.optimizer
-        if tx is None and named is None:
-            raise ConfigError(
-                "optimizer: no base optimizer; pass tx, or name one in the config: "
-                '{"optimizer": {"name": "adam", "learning_rate": 1e-3}}'
-            )
-        if tx is not None and named is not None:
-            raise ConfigError(
-                f"optimizer: tx was given, and the config names {named.name!r}; leave one of them out"
-            )
-        if tx is None:
-            assert named is not None
-            settings = {key: _shown(value) for key, value in named.arguments if value is not None}
-            return _named(named.build(), named.name, settings)
-        if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
-            hint = "; params come second: optimizer(tx, params)" if jax.tree.leaves(tx) else ""
-            raise TypeError(
-                f"optimizer: tx must be an optax transformation, got {type(tx).__name__}{hint}"
-            )
-        if isinstance(tx, optax.GradientTransformation):
-            return optax.with_extra_args_support(tx)
-        return optax.GradientTransformationExtraArgs(tx.init, tx.update)
-
-    def _inner(self, base: Any, params: Any, model: Any) -> Any:
-        section, centralized = self.config.centralize, "centralize" in self.enabled
-        before, after = [], []
-        if centralized:
-            axes = None if section.axes is None else dict(section.axes.pairs)
-            part = centralize(
-                layers=section.layers, axes=axes, model=model, unreadable=section.unreadable
-            )
-            part.init(params)  # leaves that can't be read are told here, not at step.init
-            (before if section.on == "gradient" else after).append(part)
-        clip = self._clip()
-        before += [clip] if clip is not None else []
-        return optax.chain(*before, base, *after) if before or after else base
-
-    def _clip(self) -> Any | None:
-        clip = self.config.clip
-        makers = {
-            "global_norm": optax.clip_by_global_norm,
-            "value": optax.clip,
-            "adaptive": optax.adaptive_grad_clip,
-        }
-        for key, make in makers.items():
-            limit = getattr(clip, key)
-            if limit is not None:
-                return _named(make(limit), "clip", {key: limit})
-        return None
-
-    def _freezing(self, params: Any, order: Sequence[str] | None) -> Freezing:
-        section = self.config.grad_freeze
-        try:
-            if section.patterns is not None:
-                groups = parameter_groups(params, patterns=section.patterns)
-            else:
-                groups = parameter_groups(params, section.param_groups, order=order, by=section.by)
-        except ValueError as error:
-            raise ConfigError(
-                f"grad_freeze.param_groups = {section.param_groups}: {error}"
-                if section.patterns is None
-                else f"grad_freeze.patterns: {error}"
-            ) from error
-        schedule = freeze_schedule(
-            section.schedule_kind,
-            groups,
-            full_fraction=section.share_of_full_steps,
-            total_steps=section.total_steps,
-            seed=section.seed,
-        )
-        return Freezing(groups, schedule)
-
-    def _order(self) -> list[str]:
-        """Return the chain's parts without building it, each with the reason for its place."""
-        config, on = self.config, self.enabled
-        there = {
-            "accumulate": "grad_accumulation" in on and config.has_window,
-            "freeze": "grad_freeze" in on,
-            "centralize": "centralize" in on and config.centralize.on == "gradient",
-            "clip": any(
-                getattr(config.clip, key) is not None for key in type(config.clip).model_fields
-            ),
-            "optimizer": True,
-            "centralize_update": "centralize" in on and config.centralize.on == "update",
-        }
-        names = {"optimizer": config.optimizer.name if config.optimizer else "your optimizer"}
-        return [
-            f"{names.get(place.part, place.part)}: {place.why}"
-            for place in rules.ORDER
-            if there[place.part]
-        ]
-
-
-def _named(tx: Any, name: str, settings: dict[str, Any]) -> optax.GradientTransformationExtraArgs:
-    """Attach a description; ``learning_rate`` in it is what the step's metric reads."""
-    tx = optax.with_extra_args_support(tx)
-
-    # A function of our own, because optax's may be shared between transformations.
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        return tx.update(updates, state, params, **extra)
-
-    wrapped = optax.GradientTransformationExtraArgs(tx.init, update)
-    return _info.with_info(wrapped, _info.TransformInfo(name, settings))
-
-
-def _shown(value: Any) -> Any:
-    """Return an argument as the description and the learning-rate metric want it."""
-    from boostax._config_named import Named, plain
-
-    if isinstance(value, Named):
-        return value.build() if value.kind == "schedule" else str(plain(value))
-    return (
-        value
-        if isinstance(value, (bool, int, float, str)) or callable(value)
-        else str(plain(value))
-    )

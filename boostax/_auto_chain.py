@@ -1,0 +1,126 @@
+"""The parts of the chain that AutoBoost composes, made from the config's sections."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import optax
+
+from boostax import _info
+from boostax._config_named import Named, plain
+from boostax.errors import ConfigError
+from boostax.updates.centralize import centralize
+from boostax.updates.freeze import Freezing
+from boostax.updates.freeze_schedule import freeze_schedule
+from boostax.updates.parameter_groups import parameter_groups
+
+if TYPE_CHECKING:
+    from boostax._config_sections import GradFreeze
+    from boostax.config import BoostConfig
+
+__all__ = ["base_optimizer", "inner_chain", "make_freezing"]
+
+
+def base_optimizer(config: BoostConfig, tx: Any) -> optax.GradientTransformationExtraArgs:
+    """Return the optimizer that was given, or the one that the config names."""
+    named = config.optimizer
+    if tx is None and named is None:
+        raise ConfigError(
+            "optimizer: no base optimizer; pass tx, or name one in the config: "
+            '{"optimizer": {"name": "adam", "learning_rate": 1e-3}}'
+        )
+    if tx is not None and named is not None:
+        raise ConfigError(
+            f"optimizer: tx was given, and the config names {named.name!r}; leave one of them out"
+        )
+    if tx is None:
+        assert named is not None
+        settings = {key: _shown(value) for key, value in named.arguments if value is not None}
+        return _named(named.build(), named.name, settings)
+    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+        hint = "; params come second: optimizer(tx, params)" if jax.tree.leaves(tx) else ""
+        raise TypeError(
+            f"optimizer: tx must be an optax transformation, got {type(tx).__name__}{hint}"
+        )
+    if isinstance(tx, optax.GradientTransformation):
+        return optax.with_extra_args_support(tx)
+    return optax.GradientTransformationExtraArgs(tx.init, tx.update)
+
+
+def inner_chain(
+    config: BoostConfig, enabled: tuple[str, ...], base: Any, params: Any, model: Any
+) -> Any:
+    """Return what stands inside the freeze: centralize, clip, the base optimizer."""
+    section, centralized = config.centralize, "centralize" in enabled
+    before, after = [], []
+    if centralized:
+        axes = None if section.axes is None else dict(section.axes.pairs)
+        part = centralize(
+            layers=section.layers, axes=axes, model=model, unreadable=section.unreadable
+        )
+        part.init(params)  # leaves that can't be read are told here, not at step.init
+        (before if section.on == "gradient" else after).append(part)
+    clip = _clip(config.clip)
+    before += [clip] if clip is not None else []
+    return optax.chain(*before, base, *after) if before or after else base
+
+
+def _clip(clip: Any) -> Any | None:
+    makers = {
+        "global_norm": optax.clip_by_global_norm,
+        "value": optax.clip,
+        "adaptive": optax.adaptive_grad_clip,
+    }
+    for key, make in makers.items():
+        limit = getattr(clip, key)
+        if limit is not None:
+            return _named(make(limit), "clip", {key: limit})
+    return None
+
+
+def make_freezing(section: GradFreeze, params: Any, order: Sequence[str] | None) -> Freezing:
+    """Return groups and schedule for these parameters."""
+    try:
+        if section.patterns is not None:
+            groups = parameter_groups(params, patterns=section.patterns)
+        else:
+            groups = parameter_groups(params, section.param_groups, order=order, by=section.by)
+    except ValueError as error:
+        raise ConfigError(
+            f"grad_freeze.param_groups = {section.param_groups}: {error}"
+            if section.patterns is None
+            else f"grad_freeze.patterns: {error}"
+        ) from error
+    schedule = freeze_schedule(
+        section.schedule_kind,
+        groups,
+        full_fraction=section.share_of_full_steps,
+        total_steps=section.total_steps,
+        seed=section.seed,
+    )
+    return Freezing(groups, schedule)
+
+
+def _named(tx: Any, name: str, settings: dict[str, Any]) -> optax.GradientTransformationExtraArgs:
+    """Attach a description; ``learning_rate`` in it is what the step's metric reads."""
+    tx = optax.with_extra_args_support(tx)
+
+    # A function of our own, because optax's may be shared between transformations.
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        return tx.update(updates, state, params, **extra)
+
+    wrapped = optax.GradientTransformationExtraArgs(tx.init, update)
+    return _info.with_info(wrapped, _info.TransformInfo(name, settings))
+
+
+def _shown(value: Any) -> Any:
+    """Return an argument as the description and the learning-rate metric want it."""
+    if isinstance(value, Named):
+        return value.build() if value.kind == "schedule" else str(plain(value))
+    return (
+        value
+        if isinstance(value, (bool, int, float, str)) or callable(value)
+        else str(plain(value))
+    )
