@@ -21,8 +21,8 @@ def hold_statistics(trainable: Mapping[str, bool], old: Any, new: Any) -> Any:
         if _COLLECTION not in new or _COLLECTION not in old:
             return new
         held = _choose(trainable, old[_COLLECTION], new[_COLLECTION], lambda leaf: True)
-        entries: Any = {**new, _COLLECTION: held}
-        return entries if isinstance(new, dict) else type(new)(entries)  # a FrozenDict stays one
+        kind: Any = type(new)  # a FrozenDict stays one
+        return kind({**new, _COLLECTION: held})
     from flax import nnx
 
     return _choose(
