@@ -27,9 +27,10 @@ class AccumulateState(NamedTuple):
       emitted: bool scalar, whether the last call ran the inner transformation.
       weight: float32 scalar, the sum of weights in the open window; None with ``every=1``.
       spoiled: bool scalar, whether the open window will be dropped; None without ``skip_window``.
-      grads: the weighted sum of the window's gradients, in ``accumulator_dtype``, with the
+      grads: the weighted sum of the open window's gradients, in ``accumulator_dtype``, with the
         parameters' structure (``optax.MaskedNode`` for leaves that have no gradient); None with
-        ``every=1``.
+        ``every=1``. While ``position`` is 0 no window is open: then it holds the last window's sum,
+        always finite unless ``nonfinite="off"``, or zeros after a dropped one, and is not read.
       extra: weighted sums of the extra arguments in ``average_extra``, by name.
       skip_state: what ``should_skip_update_fn`` returned last; ``()`` without it.
       inner_state: the inner transformation's state.

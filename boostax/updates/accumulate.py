@@ -31,7 +31,18 @@ from boostax.updates._accumulate_checks import (
     is_inexact,
     one_name,
 )
-from boostax.updates._skip import skip
+from boostax.updates._accumulate_leaves import (
+    all_finite,
+    as_dtype_of,
+    in_dtype,
+    skip_where,
+    sum_dtype,
+    unshared,
+    window_size,
+    zero_extra,
+    zero_sum,
+    zero_update,
+)
 from boostax.updates._window import AccumulateState, flush, has_updated
 
 __all__ = ["AccumulateState", "accumulate", "flush", "has_updated"]
@@ -126,22 +137,22 @@ def accumulate(
     single = not callable(every) and every == 1
 
     def init(params: Any) -> Any:
-        sums = jax.tree.map(lambda leaf: _zero_sum(leaf, dtype), params)
+        sums = jax.tree.map(lambda leaf: zero_sum(leaf, dtype), params)
         zero, no = lambda: jnp.zeros((), jnp.int32), lambda: jnp.zeros((), jnp.bool_)
         skip_state = ()
         if should_skip_update_fn is not None:
             nothing = jax.tree.map(jnp.zeros_like, params)
             skip_state = should_skip_update_fn(nothing, zero(), params)[1]
-        seen = _in_dtype(params, dtype)
+        seen = in_dtype(params, dtype)
         return AccumulateState(
             *(zero() for _ in range(5)),
             emitted=no(),
             weight=None if single else jnp.zeros((), jnp.float32),
             spoiled=no() if nonfinite == "skip_window" and not single else None,
             grads=None if single else sums,
-            extra={} if single else {n: jax.tree.map(_zero_extra, t) for n, t in templates.items()},
+            extra={} if single else {n: jax.tree.map(zero_extra, t) for n, t in templates.items()},
             skip_state=skip_state,
-            inner_state=_unshared(inner.init(seen), seen),
+            inner_state=unshared(inner.init(seen), seen),
         )
 
     def update(
@@ -156,7 +167,7 @@ def accumulate(
     ) -> tuple[Any, Any]:
         grads, treedef = jax.tree.flatten(updates)
         if boostax_flush and single:
-            return jax.tree.map(_zero_update, updates), state
+            return jax.tree.map(zero_update, updates), state
         averaged = {} if boostax_flush else averaged_values(templates, extra)
         sums = [None] * len(grads) if single else treedef.flatten_up_to(state.grads)
         has_sum = [is_inexact(g) for g in grads]
@@ -171,7 +182,7 @@ def accumulate(
         if not boostax_flush:
             if nonfinite != "off":
                 values = (*(g for g, ok in zip(grads, has_sum, strict=True) if ok), averaged)
-                bad = jnp.logical_not(_all_finite(values) if finite is None else finite)
+                bad = jnp.logical_not(all_finite(values) if finite is None else finite)
                 if weight is not None:
                     bad = (weight != 0) & (bad | ~jnp.isfinite(weight) | (weight < 0))
             if should_skip_update_fn is not None:
@@ -185,14 +196,6 @@ def accumulate(
         if weight is not None and not boostax_flush:
             used = used & (weight != 0)
 
-        def add(total: Any, value: Any, to: Any, weighted: bool = True) -> Any:
-            value = value.astype(to)
-            if weight is not None and weighted:
-                value = value * weight.astype(value.real.dtype)
-            if used is not True:
-                value = jnp.where(used, value, jnp.zeros_like(value))
-            return value if total is None else total + value
-
         # Where that takes the window.
         one = jnp.float32(1.0) if weight is None else weight
         added = one if used is True else jnp.where(used, one, 0.0)
@@ -204,7 +207,7 @@ def accumulate(
             position, boundary = state.position, counted
         else:
             position = state.position + jnp.asarray(counted, jnp.int32)
-            boundary = position >= _window_size(every, state.updates)
+            boundary = position >= window_size(every, state.updates)
         spoiled = None
         viable: Any = True
         if weight is not None or boostax_flush:
@@ -215,69 +218,62 @@ def accumulate(
         emit = boundary if viable is True else boundary & viable
         drop = False if viable is True else boundary & ~viable
 
-        def window_sums(weighted: bool = True) -> list[Any]:
-            if boostax_flush:
-                return sums
-            return [
-                add(total, g, _sum_dtype(g, dtype), weighted) if ok else g
-                for total, g, ok in zip(sums, grads, has_sum, strict=True)
-            ]
+        # The sums stay outside of the cond, where XLA updates them in place. For the same reason a
+        # closed window's sums are not zeroed but overwritten by the next window's first call.
+        fresh: Any = None if single else state.position == 0
 
-        def extra_sums() -> dict[str, Any]:
+        def add(old: Any, value: Any, to: Any, weighted: bool = True) -> Any:
             if boostax_flush:
-                return state.extra
-            return {
-                name: jax.tree.map(lambda t, v: add(t, v, t.dtype), state.extra[name], value)
-                for name, value in averaged.items()
-            }
+                new = old
+            else:
+                new = value.astype(to)
+                if weight is not None and weighted:
+                    new = new * weight.astype(new.real.dtype)
+                if used is not True:
+                    new = jnp.where(used, new, jnp.zeros_like(new))
+                if not single:
+                    new = jnp.where(fresh, new, old + new)
+            return new if drop is False or single else jnp.where(drop, jnp.zeros_like(new), new)
+
+        mean = reduce == "mean"
+        # A window of one needs no sum, and its mean no weight: w * g / w is g.
+        new_sums = [
+            add(old, g, sum_dtype(g, dtype), weighted=not (single and mean)) if ok else old
+            for old, g, ok in zip(sums, grads, has_sum, strict=True)
+        ]
+        new_extra = {
+            name: jax.tree.map(lambda old, v: add(old, v, old.dtype), old, averaged.get(name, old))
+            for name, old in state.extra.items()
+        }
 
         def close() -> Any:
-            mean = reduce == "mean"
-            divisor = jnp.where(total_weight > 0, total_weight, 1.0)
-            # A window of one: w * g / w is g.
-            seen = window_sums(weighted=not (single and mean))
-            passed = dict(averaged)
+            seen, passed = new_sums, dict(averaged)
             if not single:
+                divisor = jnp.where(total_weight > 0, total_weight, 1.0)
+                divide = lambda total: total / divisor.astype(total.real.dtype)
+                passed = jax.tree.map(divide, new_extra)
                 if mean:
-                    seen = [
-                        s / divisor.astype(s.real.dtype) if ok else s
-                        for s, ok in zip(seen, has_sum, strict=True)
-                    ]
-                passed = jax.tree.map(
-                    lambda total: total / divisor.astype(total.dtype), extra_sums()
-                )
+                    seen = [divide(s) if ok else s for s, ok in zip(seen, has_sum, strict=True)]
+            seen = [s if ok else g for s, g, ok in zip(seen, grads, has_sum, strict=True)]
             if weight is not None:
                 passed["weight"] = total_weight
             out, inner_state = inner.update(
                 treedef.unflatten(seen),
                 state.inner_state,
-                None if params is None else _in_dtype(params, dtype),
+                None if params is None else in_dtype(params, dtype),
                 **{**extra, **passed},
             )
-            out = [
-                _as_dtype_of(u, g) for u, g in zip(treedef.flatten_up_to(out), grads, strict=True)
-            ]
-            inner_state = jax.tree.map(_as_dtype_of, inner_state, state.inner_state)
-            zeros = None if single else jax.tree.map(jnp.zeros_like, (state.grads, state.extra))
-            return [u for u in out if not is_float0(u)], zeros, inner_state
+            out = zip(treedef.flatten_up_to(out), grads, strict=True)
+            emitted = [as_dtype_of(u, g) for u, g in out if not is_float0(g)]
+            return emitted, jax.tree.map(as_dtype_of, inner_state, state.inner_state)
 
-        def go_on() -> Any:
-            zeros = [_zero_update(g) for g in grads if not is_float0(g)]
-            kept = None
-            if not single:
-                totals = [
-                    s if ok else old
-                    for s, old, ok in zip(window_sums(), sums, has_sum, strict=True)
-                ]
-                kept = treedef.unflatten(totals), extra_sums()
-                if drop is not False:
-                    kept = jax.tree.map(lambda s: jnp.where(drop, jnp.zeros_like(s), s), kept)
-            return zeros, kept, _skip_where(drop, state.inner_state)
+        def rest() -> Any:
+            zeros = [zero_update(g) for g in grads if not is_float0(g)]
+            return zeros, skip_where(drop, state.inner_state)
 
-        emitted, kept, inner_state = close() if emit is True else _compat.cond(emit, close, go_on)
+        emitted, inner_state = close() if emit is True else _compat.cond(emit, close, rest)
         supply = iter(emitted)
         out = treedef.unflatten([g if is_float0(g) else next(supply) for g in grads])
-        new_sums, new_extra = (None, state.extra) if kept is None else kept
         clear = lambda value: jnp.where(boundary, jnp.zeros_like(value), value)
         calls = state.micro_steps if boostax_flush else state.micro_steps + 1
         missed = (
@@ -293,7 +289,7 @@ def accumulate(
             emitted=jnp.where(boundary, emit, state.emitted & bool(boostax_flush)),
             weight=None if single else clear(total_weight),
             spoiled=None if state.spoiled is None else clear(spoiled),
-            grads=new_sums,
+            grads=None if single else treedef.unflatten(new_sums),
             extra=new_extra,
             skip_state=skip_state,
             inner_state=inner_state,
@@ -309,65 +305,4 @@ def accumulate(
     return with_info(
         optax.GradientTransformationExtraArgs(init, update),
         TransformInfo("accumulate", settings, inner=inner),
-    )
-
-
-def _window_size(every: Any, updates: jax.Array) -> Any:
-    if not callable(every):
-        return every
-    return jnp.maximum(jnp.asarray(every(updates)).astype(jnp.int32), 1)
-
-
-def _sum_dtype(leaf: Any, dtype: Any) -> Any:
-    if jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
-        return jnp.complex128 if dtype == jnp.float64 else jnp.complex64
-    return dtype
-
-
-def _zero_sum(leaf: Any, dtype: Any) -> Any:
-    if not is_inexact(leaf):
-        return optax.MaskedNode()
-    return jnp.zeros_like(leaf, dtype=_sum_dtype(leaf, dtype))
-
-
-def _zero_extra(leaf: Any) -> jax.Array:
-    return jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32))
-
-
-def _zero_update(grad: Any) -> Any:
-    return grad if is_float0(grad) else _compat.zeros_like(grad)
-
-
-def _in_dtype(params: Any, dtype: Any) -> Any:
-    """Return the parameters with their floating leaves seen as ``dtype``."""
-    return jax.tree.map(
-        lambda p: jnp.asarray(p).astype(_sum_dtype(p, dtype)) if is_inexact(p) else p, params
-    )
-
-
-def _as_dtype_of(value: Any, like: Any) -> Any:
-    if is_float0(value) or value is like or jnp.result_type(value) == jnp.result_type(like):
-        return value
-    return jnp.asarray(value).astype(jnp.result_type(like))
-
-
-def _unshared(state: Any, params: Any) -> Any:
-    """Copy what ``inner.init`` took over from the parameters, so that both can be donated."""
-    taken = {id(leaf) for leaf in jax.tree.leaves(params)}
-    return jax.tree.map(
-        lambda leaf: jnp.array(leaf, copy=True) if id(leaf) in taken else leaf, state
-    )
-
-
-def _all_finite(tree: Any) -> jax.Array:
-    checks = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]
-    return jnp.all(jnp.stack(checks)) if checks else jnp.bool_(True)
-
-
-def _skip_where(drop: Any, state: Any) -> Any:
-    """Return ``state`` as a dropped window leaves it where ``drop``; most leaves never change."""
-    if drop is False:
-        return state
-    return jax.tree.map(
-        lambda new, old: old if new is old else jnp.where(drop, new, old), skip(state), state
     )
