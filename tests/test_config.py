@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 import boostax
 from boostax._config_catalogue import catalogue
 from boostax._config_schema import json_schema
+from boostax._config_sections import NULLABLE, SECTIONS
 from boostax.config import BoostConfig, load_config
 from boostax.errors import ConfigError
 
@@ -499,3 +501,16 @@ def test_any_dictionary_is_read_or_refused_with_paths(raw):
 def test_the_names_are_public():
     assert boostax.load_config is load_config
     assert issubclass(boostax.ConfigError, ValueError)
+
+
+def test_the_docs_list_every_key_with_its_default():
+    page = pathlib.Path(__file__).parents[1] / "docs" / "config.md"
+    chapters = page.read_text(encoding="utf-8").split("\n### ")
+    rows = {part.split("\n")[0].split(":")[0]: part.split("\n") for part in chapters}
+    for section, model in SECTIONS.items():
+        for key, field in model.model_fields.items():
+            (row,) = (line for line in rows[section] if line.startswith(f"| `{key}`"))
+            default = list(field.default) if isinstance(field.default, tuple) else field.default
+            nothing = "`null`" if (section, key) in NULLABLE else "not set"
+            assert (nothing if default is None else f"`{json.dumps(default)}`") in row
+            assert field.description in row
