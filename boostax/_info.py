@@ -22,6 +22,8 @@ class TransformInfo:
       static: the frozen object that both seams share (a ``Freezing``, say), if any.
       fates: tells what happens to each parameter: ``fates(params) -> {path: text}``; paths that it
         leaves out are not concerned.
+      check: raises a ``StateMismatchError`` for an optimizer state on the host that was made with
+        other static facts.
     """
 
     name: str
@@ -29,6 +31,7 @@ class TransformInfo:
     inner: Any = None
     static: Any = None
     fates: Callable[[Any], Mapping[str, str]] | None = None
+    check: Callable[[Any], None] | None = None
 
 
 def with_info(

@@ -284,10 +284,8 @@ class TrainStep:
         _check_extra(extra)
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, batch, extra))):
             return self._function()(state, batch, extra, None)
-        if not self._on_host:
-            return self._jitted(None)(state, batch, extra)
         position = self._position(state)
-        index = self.settings.freezing.index_at(position.windows)
+        index = self.settings.freezing.index_at(position.windows) if self._on_host else None
         new_state, metrics = self._jitted(index)(state, batch, extra)
         self._last = weakref.ref(new_state), position.next(self.settings.window_every)
         return new_state, metrics
@@ -359,15 +357,15 @@ class TrainStep:
     def _position(self, state: TrainState) -> _Position:
         if self._last is not None and self._last[0]() is state:
             return self._last[1]
+        for info in _info.walk(self.tx):
+            if info.check is not None:
+                info.check(state.opt_state)
+        if not self._on_host:
+            return _Position(0, 0)
         from boostax.updates.accumulate import AccumulateState
         from boostax.updates.freeze import FreezeState
 
         frozen = find_state(state.opt_state, FreezeState)
-        if frozen is None:
-            raise StateMismatchError(
-                "state was made without freezing, but this step freezes; make it with step.init"
-            )
-        self.settings.freezing.check(frozen)
         window = find_state(state.opt_state, AccumulateState)
         return _Position(int(frozen.count), 0 if window is None else int(window.position))
 
@@ -386,8 +384,8 @@ class _Position:
     windows: int
     calls: int
 
-    def next(self, every: int | None) -> _Position:
-        if every is None or self.calls + 1 >= every:
+    def next(self, every: Any) -> _Position:
+        if not isinstance(every, (int, np.integer)) or self.calls + 1 >= every:
             return _Position(self.windows + 1, 0)
         return _Position(self.windows, self.calls + 1)
 

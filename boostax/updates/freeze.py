@@ -116,7 +116,7 @@ class Freezing:
             are path lists, ``params`` has leaves that the groups don't know.
         """
         treedef = jax.tree.structure(params)
-        if treedef == self.groups.treedef:
+        if self.groups.treedef is not None and treedef == self.groups.treedef:
             return self
         paths = leaf_paths(params)
         self._check_paths(paths, complete=True)
@@ -328,7 +328,14 @@ def freeze(
     settings = {"groups": freezing.num_indices, "windows": len(freezing.schedule)}
     return with_info(
         optax.GradientTransformationExtraArgs(init, update),
-        TransformInfo("freeze", settings, inner, freezing, fates=lambda params: _fates(freezing)),
+        TransformInfo(
+            "freeze",
+            settings,
+            inner,
+            freezing,
+            fates=lambda params: _fates(freezing),
+            check=freezing.check,
+        ),
     )
 
 
