@@ -119,9 +119,10 @@ class StepFunction:
         if settings.freezing is not None:
             given["freeze_index"] = index if traced_index is None else traced_index
 
-        given = {**given, **extra}
+        given = {**_accepted(self.tx.update, given), **extra}
         value_fn = lambda params, **_: self._value(params, start, batch, rng)
-        given.setdefault("value_fn", _declaring(value_fn, given))
+        value_fn = _declaring(value_fn, given)
+        given = {**_accepted(self.tx.update, {"value_fn": value_fn}), **given}
 
         def update(params: Any, opt_state: Any) -> tuple[Any, Any]:
             updates, opt_state = self.tx.update(grads, opt_state, params, **given)
@@ -296,6 +297,14 @@ class StepFunction:
         if callable(rate):
             return rate(old.updates)
         return injected_learning_rate(new.opt_state) if rate is None else rate
+
+
+def _accepted(update: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what ``update`` neither declares nor swallows, as optax's SAM does not."""
+    parameters = inspect.signature(update).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return given
+    return {name: value for name, value in given.items() if name in parameters}
 
 
 def _declaring(value_fn: Callable[..., Any], names: Mapping[str, Any]) -> Callable[..., Any]:

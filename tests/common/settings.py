@@ -7,22 +7,155 @@ from __future__ import annotations
 
 import optax
 
+import boostax
+from tests.common import programs
 from tests.common.harness import Row
 
+_NOT_A_TRANSFORMATION = {
+    "chain": "it holds the user's chain and is not itself a transformation to put into one",
+    "masked": "it holds a transformation; a masked one inside it is optax's own business",
+    "multi_transform": "it holds a transformation; a labelled one inside it is optax's own business",
+    "inject_hyperparams": "it has no update whose hyperparameters optax could inject",
+    "extra_args": "it hands extra arguments on to its transformation, whose own row has the check",
+    "sharding": "it lays out nothing itself: shardings come from the transformation's own row",
+    "shard_map": "its update is the transformation's, whose own row runs it inside shard_map",
+}
+_GRADIENT_SEAM = {
+    "chain": "it makes gradients out of a loss and has no update to put into a chain",
+    "masked": "it makes gradients out of a loss; there is no update to mask leaf by leaf",
+    "multi_transform": "it makes gradients out of a loss; there is no update to give a label to",
+    "inject_hyperparams": "its one setting is the static number of pieces, no traced hyperparameter",
+    "extra_args": "it returns a value_and_grad function, and that takes no extra arguments",
+    "sharding": "it keeps no state from step to step whose sharding could change",
+    "shard_map": "it has no update; the check on devices splits its batch over all of them",
+}
+
+
+def _accumulate(policy: str):
+    return lambda learning_rate: boostax.accumulate(
+        optax.sgd(learning_rate, 0.9), 3, nonfinite=policy
+    )
+
+
+# A schedule of six windows is two cycles of three; in steps 7 and 8 nothing is frozen any more.
+_SCHEDULE = (0, 1, 2, 0, 1, 2)
+
+
+def _everything(learning_rate):
+    inner = optax.chain(boostax.centralize(), optax.adam(learning_rate, eps=1e-3))
+    return boostax.accumulate(boostax.freeze(inner, programs.freezing((0, 2, 1))), 2)
+
+
 ROWS: tuple[Row, ...] = (
-    Row(
-        name="optax_momentum",
-        covers=("accumulate",),
-        seam="update",
-        cycle=2,
-        transform=lambda learning_rate: optax.sgd(learning_rate, 0.9),
+    *(
+        Row(
+            name=f"accumulate_{policy}",
+            covers=("accumulate", "flush"),
+            seam="update",
+            cycle=3,
+            transform=_accumulate(policy),
+        )
+        for policy in ("skip_micro", "skip_window", "off")
     ),
     Row(
-        name="optax_adam",
-        covers=("accumulate",),
+        name="freeze",
+        covers=("freeze", "Freezing", "parameter_groups", "freeze_schedule"),
+        seam="update",
+        cycle=3,
+        steps=8,
+        transform=lambda learning_rate: boostax.freeze(
+            optax.sgd(learning_rate, 0.9), programs.freezing(_SCHEDULE)
+        ),
+    ),
+    Row(
+        name="centralize",
+        covers=("centralize",),
         seam="update",
         cycle=2,
-        transform=lambda learning_rate: optax.adam(learning_rate, eps=1e-3),
+        transform=lambda learning_rate: optax.chain(
+            boostax.centralize(), optax.sgd(learning_rate, 0.9)
+        ),
+    ),
+    Row(
+        name="centralize_update",
+        covers=("centralize",),
+        seam="update",
+        cycle=2,
+        transform=lambda learning_rate: optax.chain(
+            optax.adam(learning_rate, eps=1e-3), boostax.centralize()
+        ),
+    ),
+    Row(
+        name="accumulate_freeze_centralize_adam",
+        covers=("accumulate", "freeze", "centralize"),
+        seam="update",
+        cycle=6,
+        transform=_everything,
+    ),
+    Row(
+        name="microbatch",
+        covers=("microbatch",),
+        seam="gradient",
+        cycle=2,
+        program=programs.microbatched(3),
+        does_not_apply=_GRADIENT_SEAM,
+    ),
+    Row(
+        name="train_step_plain_freeze",
+        covers=("train_step", "freeze"),
+        seam="all",
+        cycle=3,
+        steps=8,
+        variants=3,
+        program=programs.plain_step(
+            lambda: boostax.freeze(programs.momentum(), programs.freezing(_SCHEDULE))
+        ),
+        does_not_apply=_NOT_A_TRANSFORMATION,
+    ),
+    Row(
+        name="train_step_linen",
+        covers=("train_step", "microbatch"),
+        seam="all",
+        cycle=2,
+        program=programs.linen_step(microbatch=3),
+        does_not_apply=_NOT_A_TRANSFORMATION,
+    ),
+    Row(
+        name="train_step_linen_accumulate",
+        covers=("train_step", "accumulate"),
+        seam="all",
+        cycle=3,
+        program=programs.linen_step(lambda: boostax.accumulate(programs.momentum(), 3)),
+        does_not_apply=_NOT_A_TRANSFORMATION,
+    ),
+    Row(
+        name="train_step_nnx",
+        covers=("train_step",),
+        seam="all",
+        cycle=2,
+        program=programs.nnx_step(),
+        does_not_apply=_NOT_A_TRANSFORMATION,
+    ),
+    Row(
+        name="auto_boost",
+        covers=("AutoBoost",),
+        seam="all",
+        cycle=6,
+        variants=3,
+        program=programs.auto_step(
+            "O1",
+            {
+                "boost": {
+                    "mode": "manual",
+                    "grad_freeze": True,
+                    "centralize": True,
+                    "grad_accumulation": True,
+                },
+                "grad_freeze": {"param_groups": 3, "total_steps": 100},
+                "grad_accumulation": {"grad_accumulation_step": 2},
+            },
+        ),
+        does_not_apply=_NOT_A_TRANSFORMATION,
     ),
 )
 

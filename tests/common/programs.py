@@ -1,0 +1,116 @@
+"""Train steps at work on the tiny models, for rows whose technique is not a transformation."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import boostax
+from tests.common.harness import Program, fresh, host
+from tests.models import linen_net, nnx_net, plain
+
+
+def momentum() -> optax.GradientTransformationExtraArgs:
+    """Return the optimizer that most rows train with."""
+    return optax.sgd(0.1, 0.9)
+
+
+@functools.cache
+def _linen_variables(dtype: str) -> Any:
+    return host(linen_net.init(jnp.dtype(dtype)))
+
+
+def plain_step(
+    tx: Callable[[], optax.GradientTransformation] = momentum, **settings: Any
+) -> Callable[[str, bool], Program]:
+    """Return a row's ``program``: a train step of the plain perceptron."""
+
+    def program(dtype: str, donate: bool) -> Program:
+        step = boostax.train_step(plain.loss, tx(), donate=donate, **settings)
+        return _program(step, lambda: step.init(plain.init(dtype)))
+
+    return program
+
+
+def linen_step(
+    tx: Callable[[], optax.GradientTransformation] = momentum, **settings: Any
+) -> Callable[[str, bool], Program]:
+    """Return a row's ``program``: a train step of the linen network with batch norm."""
+
+    def program(dtype: str, donate: bool) -> Program:
+        step = boostax.train_step(linen_net.loss, tx(), has_aux=True, donate=donate, **settings)
+
+        def init() -> Any:
+            variables = fresh(_linen_variables(dtype))
+            return step.init(
+                variables["params"], model_state={"batch_stats": variables["batch_stats"]}
+            )
+
+        return _program(step, init)
+
+    return program
+
+
+def nnx_step(
+    tx: Callable[[], optax.GradientTransformation] = momentum, **settings: Any
+) -> Callable[[str, bool], Program]:
+    """Return a row's ``program``: a train step of the nnx network with batch norm and dropout."""
+
+    def program(dtype: str, donate: bool) -> Program:
+        step = boostax.train_step(nnx_net.loss, tx(), donate=donate, **settings)
+        model = nnx_net.init(jnp.dtype(dtype))
+        return _program(step, lambda: step.init(model))
+
+    return program
+
+
+def auto_step(level: str, config: dict[str, Any]) -> Callable[[str, bool], Program]:
+    """Return a row's ``program``: the train step that ``AutoBoost`` builds from a config."""
+
+    def program(dtype: str, donate: bool) -> Program:
+        boost = boostax.AutoBoost(level, config)
+        params = plain.init(dtype)
+        model, _ = boost.model(plain.apply, jnp.zeros((2, 4), dtype))
+        assert model is plain.apply
+        tx = boost.optimizer(momentum(), params)
+        step = boost.train_step(plain.loss, tx, donate=donate)
+        return _program(step, lambda: step.init(plain.init(dtype)))
+
+    return program
+
+
+def microbatched(pieces: int) -> Callable[[str, bool], Program]:
+    """Return a row's ``program``: ``microbatch`` in a training loop of one's own."""
+
+    def program(dtype: str, donate: bool) -> Program:
+        del donate  # harness.compiled donates
+        tx = momentum()
+        value_and_grad = boostax.microbatch(plain.loss, pieces)
+
+        def init() -> Any:
+            params = plain.init(dtype)
+            return params, tx.init(params)
+
+        def step(carry: Any, batch: Any) -> tuple[Any, Any]:
+            params, state = carry
+            (loss, _), grads = value_and_grad(params, batch)
+            updates, state = tx.update(grads, state, params)
+            return (optax.apply_updates(params, updates), state), loss
+
+        return Program(init, step, lambda carry: carry[0])
+
+    return program
+
+
+def _program(step: Any, init: Callable[[], Any]) -> Program:
+    return Program(init, step, lambda state: state.params, compiled=True)
+
+
+def freezing(schedule: tuple[int, ...]) -> boostax.Freezing:
+    """Return three groups, one a layer of the plain perceptron, with this schedule."""
+    return boostax.Freezing(boostax.parameter_groups(jax.eval_shape(plain.init), 3), schedule)
