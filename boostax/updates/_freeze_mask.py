@@ -43,7 +43,10 @@ def run_trainable(
         lambda u, s, p: tx.update(u, s, p, **extra_args), updates, inner_state, params
     )
     cut_state = map_params_like(
-        lambda leaf, on: leaf if on else optax.MaskedNode(), inner_state, updates, flag_tree
+        lambda leaf, on: leaf if on else optax.MaskedNode(),
+        _cut_lists(inner_state, treedef, flags),
+        updates,
+        flag_tree,
     )
     cut_updates, new_state = tx.update(
         cut(updates),
@@ -66,26 +69,42 @@ def run_trainable(
             )
         ]
     )
-    return new_updates, _put_back(inner_state, new_state, updates, flag_tree)
+    merged_state = jax.tree.map(
+        lambda part, old, new: old if _is_masked(part) else new,
+        cut_state,
+        inner_state,
+        new_state,
+        is_leaf=_is_masked,
+    )
+    return new_updates, merged_state
 
 
-def _put_back(old_state: Any, new_state: Any, params_like: Any, flag_tree: Any) -> Any:
-    """Take the frozen leaves' state from ``old_state`` and everything else from ``new_state``."""
-    takes_new = map_params_like(
-        lambda leaf, on: on, old_state, params_like, flag_tree, others=lambda leaf: True
-    )
-    old_leaves, treedef = jax.tree.flatten(old_state)
-    return treedef.unflatten(
-        [
-            new if on else old
-            for old, new, on in zip(
-                old_leaves,
-                treedef.flatten_up_to(new_state),
-                treedef.flatten_up_to(takes_new),
-                strict=True,
-            )
-        ]
-    )
+def _is_masked(part: Any) -> bool:
+    return isinstance(part, optax.MaskedNode)
+
+
+def _cut_lists(state: Any, treedef: Any, flags: Sequence[bool]) -> Any:
+    """Cut the parts of a state that keep a list of arrays for each parameter, as SM3's do."""
+    if jax.tree_util.treedef_is_leaf(treedef):
+        return state
+
+    def children(part: Any) -> list[Any]:
+        try:
+            found = treedef.flatten_up_to(part)
+        except (ValueError, TypeError, KeyError):
+            return []
+        lists = all(type(c) is list and c and jax.tree_util.all_leaves(c) for c in found)
+        return found if lists else []
+
+    def visit(part: Any) -> Any:
+        found = children(part)
+        if not found:
+            return part
+        return treedef.unflatten(
+            [c if on else optax.MaskedNode() for c, on in zip(found, flags, strict=True)]
+        )
+
+    return jax.tree.map(visit, state, is_leaf=lambda part: bool(children(part)))
 
 
 def _cut_extra(name: str, value: Any, treedef: Any, cut: Callable[[Any], Any], params: Any) -> Any:
