@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,12 +11,8 @@ from typing import Any
 import optax
 
 from boostax.compare.task import Task, UsageError
-from boostax.errors import ConfigError, did_you_mean
 
 __all__ = ["Arm", "BuiltArm", "build_arm", "load_arms"]
-
-_OWN_KEYS = ("name", "level", "learning_rate")
-_LEVELS = ("O0", "O1", "O2")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,18 +54,19 @@ class BuiltArm:
 def load_arms(paths: Sequence[str], levels: Sequence[str] | None = None) -> list[Arm]:
     """Read one arm from each config file; the first is the plain arm that others are held against.
 
-    A file is a boostax config, with an optional section of ours beside it: ``"compare": {"name":
-    ..., "level": ..., "learning_rate": ...}``. The name defaults to the file's.
+    A file is a boostax config; its section ``compare`` holds the arm's name, level and learning
+    rate. The name defaults to the file's.
 
     Args:
       paths: JSON files.
       levels: one for all files, or one each, instead of the files' own; default None.
 
     Raises:
-      UsageError: a file is missing or not a JSON object, or names or levels do not fit.
-      ConfigError: a config has faults.
+      UsageError: names or levels do not fit.
+      ConfigError: a file can't be read, or its config has faults.
     """
     from boostax.config import load_config
+    from boostax.rules import LEVELS
 
     if levels is not None and len(levels) not in (1, len(paths)):
         raise UsageError(
@@ -79,28 +75,16 @@ def load_arms(paths: Sequence[str], levels: Sequence[str] | None = None) -> list
         )
     arms = []
     for number, text in enumerate(paths):
-        path = pathlib.Path(text)
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise UsageError(f"--configs: can't read {text!r} ({error.strerror})") from None
-        except ValueError as error:
-            raise UsageError(f"--configs: {text} is not JSON ({error})") from None
-        if not isinstance(raw, dict):
-            raise UsageError(f"--configs: {text} must hold a JSON object, got {type(raw).__name__}")
-        own = raw.pop("compare", {})
-        arm = _own_section(own, text, raw)
+        config = load_config(pathlib.Path(text))
+        own = config.compare
+        level = own.level or "O0"
         if levels is not None:
-            arm = dataclasses.replace(arm, level=levels[number if len(levels) > 1 else 0])
-        if arm.level not in _LEVELS:
-            raise UsageError(
-                f"{text}: level must be one of {', '.join(_LEVELS)}, got {arm.level!r}"
-            )
-        try:
-            load_config(raw)
-        except ConfigError as error:
-            raise ConfigError(f"{text}: {error}") from None
-        arms.append(arm if arm.name else dataclasses.replace(arm, name=path.stem))
+            level = levels[number if len(levels) > 1 else 0]
+        if level not in LEVELS:
+            raise UsageError(f"--levels: got {level!r}; allowed: {', '.join(LEVELS)}")
+        plain = config.to_dict(defaults=False)
+        plain.pop("compare", None)
+        arms.append(Arm(own.name or pathlib.Path(text).stem, plain, level, own.learning_rate))
     names = [arm.name for arm in arms]
     for name in names:
         if names.count(name) > 1:
@@ -109,26 +93,6 @@ def load_arms(paths: Sequence[str], levels: Sequence[str] | None = None) -> list
                 '{"compare": {"name": "..."}}'
             )
     return arms
-
-
-def _own_section(own: Any, path: str, config: Mapping[str, Any]) -> Arm:
-    if not isinstance(own, dict):
-        raise UsageError(f"{path}: compare must be an object, got {type(own).__name__}")
-    for key in own:
-        if key not in _OWN_KEYS:
-            raise UsageError(
-                f"{path}: compare.{key} is not known.{did_you_mean(key, _OWN_KEYS)} Allowed: "
-                f"{', '.join(_OWN_KEYS)}"
-            )
-    rate = own.get("learning_rate")
-    if rate is not None and (
-        isinstance(rate, bool) or not isinstance(rate, (int, float)) or rate <= 0
-    ):
-        raise UsageError(f"{path}: compare.learning_rate must be a number > 0, got {rate!r}")
-    for key in ("name", "level"):
-        if key in own and (not isinstance(own[key], str) or not own[key]):
-            raise UsageError(f"{path}: compare.{key} must be text, got {own[key]!r}")
-    return Arm(own.get("name", ""), config, own.get("level", "O0"), rate)
 
 
 def build_arm(

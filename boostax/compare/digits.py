@@ -72,7 +72,7 @@ def digits_task() -> Task:
 
     @jax.jit
     def evaluate(params: Any, model_state: Any) -> dict[str, jax.Array]:
-        logits = model.apply({"params": params, **model_state}, test_x, train=False)
+        logits: Any = model.apply({"params": params, **model_state}, test_x, train=False)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, test_y)
         return {
             "accuracy": jnp.mean(jnp.argmax(logits, axis=-1) == test_y),

@@ -13,7 +13,7 @@ import numpy as np
 
 from boostax.compare.task import Task, UsageError
 
-__all__ = ["Compilations", "compiled_costs", "evaluate", "run_arm", "start_of"]
+__all__ = ["Compilations", "compiled_costs", "evaluate", "run_arm", "start_of", "take_batches"]
 
 Progress = Callable[[int, int, float | None, dict[str, float]], None]
 
@@ -32,7 +32,7 @@ class Compilations:
         # A listener can't be taken out again, so one object serves the whole process.
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
-    def _listen(self, event: str, duration: float, **_: Any) -> None:
+    def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         self.count += event == self._EVENT
 
 
@@ -118,7 +118,7 @@ def run_arm(
     init_key, step_key = jax.random.split(jax.random.key(seed))
     model, model_state = start_of(task, init_key)
     state = step.init(model, model_state=model_state, rng=step_key)
-    batches = _batches(task, seed, steps)
+    batches = take_batches(task, seed, steps)
     loss = None
     losses: list[float] = []
     indices: list[int] = []
@@ -207,7 +207,7 @@ def compiled_costs(
     freezes = step._on_host  # one compiled variant for each freeze index
     for index in sorted(set(indices)) if freezes else [None]:
         program = step.lower(state, batch, index=index).compile()
-        costs = program.cost_analysis()
+        costs: Any = program.cost_analysis()
         costs = costs[0] if isinstance(costs, (list, tuple)) and costs else costs
         flops[index] = float(costs["flops"]) if costs and "flops" in costs else None
         with contextlib.suppress(Exception):  # not every backend tells its memory
@@ -220,7 +220,8 @@ def compiled_costs(
     }
 
 
-def _batches(task: Task, seed: int, steps: int) -> Iterator[Any]:
+def take_batches(task: Task, seed: int, steps: int) -> Iterator[Any]:
+    """Yield ``steps`` batches of a task, or raise a UsageError where it has fewer."""
     try:
         batches = iter(task.batches(seed))
     except TypeError as error:

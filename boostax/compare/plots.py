@@ -93,6 +93,7 @@ def _curves(results: Mapping[str, Any], runs: Mapping[str, Sequence[Mapping[str,
         else:
             axes[0, 0].set_ylabel("training loss")
     axes[1, 0].set_ylabel(f"{target['metric']} (held-out)")
+    _cut(axes[1, 0], target)
     axes[1, 0].set_xlabel("steps (batches)")
     axes[1, 1].set_xlabel("seconds in steps (without compiling and evaluating)")
     for axis in axes.flat:
@@ -109,6 +110,21 @@ def _curves(results: Mapping[str, Any], runs: Mapping[str, Sequence[Mapping[str,
         color="0.3",
     )
     return _png(figure)
+
+
+def _cut(axis: Any, target: Mapping[str, Any]) -> None:
+    """Cut the first few evaluations off, where they would squeeze what happens at the target."""
+    lines = [np.asarray(line.get_ydata(), float) for line in axis.lines]
+    values = np.concatenate(lines)
+    values = values[np.isfinite(values)]
+    low, most, high = (float(v) for v in np.quantile(values, (0, 0.1, 1)))
+    if target["lower_is_better"]:
+        if low > 0:
+            axis.set_yscale("log")
+    elif target["value"] > most and high - low > 3 * (high - most):
+        margin = 0.06 * (high - most)
+        axis.set_ylim(most - margin, high + margin)
+        axis.set_ylabel(f"{axis.get_ylabel()}, from {most - margin:.3g} up")
 
 
 def _band(axis: Any, x: Any, values: np.ndarray, style: Mapping[str, Any]) -> None:

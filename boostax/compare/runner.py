@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from boostax.compare.arms import Arm, BuiltArm, build_arm
-from boostax.compare.measure import compilations, evaluate, run_arm, start_of
+from boostax.compare.measure import compilations, evaluate, run_arm, start_of, take_batches
 from boostax.compare.storage import RunStore
 from boostax.compare.task import Target, Task, UsageError
 from boostax.errors import did_you_mean
@@ -164,9 +164,7 @@ def compare(
 def _build_all(plan: Plan) -> dict[str, BuiltArm]:
     task = plan.task
     model, model_state = start_of(task, jax.random.key(0))
-    batch = next(iter(task.batches(0)), None)
-    if batch is None:
-        raise UsageError(f"{task.name}: batches(0) is empty")
+    batch = next(take_batches(task, 0, 1))
     built = {
         arm.name: build_arm(
             arm,
@@ -203,7 +201,7 @@ def source_digest(path: pathlib.Path | str) -> str:
 def versions() -> dict[str, str]:
     """Return the versions that the numbers depend on."""
     import flax
-    import jaxlib
+    import jaxlib.version
     import numpy
     import optax
 
@@ -212,7 +210,7 @@ def versions() -> dict[str, str]:
     return {
         "boostax": boostax.__version__,
         "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
+        "jaxlib": jaxlib.version.__version__,
         "flax": flax.__version__,
         "optax": optax.__version__,
         "numpy": numpy.__version__,

@@ -111,10 +111,10 @@ def as_task(thing: Any, origin: str) -> Task:
             faults.append(f"{name} must be a function, got {type(value).__name__}")
         elif (signature := _signature(value)) and not _takes(signature, count):
             faults.append(f"{name} must take {count} positional argument(s), got {signature}")
-    rate = getattr(thing, "learning_rate", None)
+    rate: Any = getattr(thing, "learning_rate", None)
     if not _is_number(rate) or not 0 < float(rate) < math.inf:
         faults.append(f"learning_rate must be a number > 0, got {rate!r}")
-    steps = getattr(thing, "steps", None)
+    steps: Any = getattr(thing, "steps", None)
     if not _is_number(steps) or int(steps) != steps or steps < 1:
         faults.append(f"steps must be an int >= 1, got {steps!r}")
     target = getattr(thing, "target", None)
