@@ -6,6 +6,7 @@ import pathlib
 import pkgutil
 import re
 
+import jax
 import pytest
 
 import boostax
@@ -22,6 +23,13 @@ MODULES = sorted(
     if not module.name.endswith("__main__")
 )
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+
+@pytest.fixture(autouse=True)
+def _as_a_reader_would():
+    # The suite forbids rank promotion; an example may write x @ kernel + bias.
+    with jax.numpy_rank_promotion("allow"):
+        yield
 
 
 def run(test: doctest.DocTest) -> None:
