@@ -80,7 +80,10 @@ def show(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return f"{str(value).lower()} (a boolean)"
-    text = f'"{value}"' if isinstance(value, str) else repr(value)
+    try:
+        text = f'"{value}"' if isinstance(value, str) else repr(value)
+    except ValueError:  # Python prints no integer of more than 4300 digits
+        text = "a very large integer"
     text = text if len(text) <= 60 else text[:57] + "..."
     kinds = (
         (str, "text"),
@@ -172,8 +175,8 @@ def _parse_value(value: Any, path: str, words: frozenset[str]) -> tuple[Any, lis
     if isinstance(value, bool):
         return value, [] if "boolean" in words else bad
     if isinstance(value, (int, float)):
-        if not math.isfinite(value):
-            return value, [Fault(path, f"got {value}; allowed: a finite number")]
+        if not _is_finite(value):
+            return value, [Fault(path, f"got {show(value)}; allowed: a finite number")]
         if path.endswith("learning_rate") and value < 0:
             return value, [Fault(path, f"got {value}; allowed: a number of at least 0")]
         return value, [] if "number" in words or (
@@ -185,9 +188,13 @@ def _parse_value(value: Any, path: str, words: frozenset[str]) -> tuple[Any, lis
         return value, [] if "text" in words else bad
     if isinstance(value, Mapping):
         return _parse_object(value, path, words, bad)
-    if isinstance(value, (tuple, list)):
+    if type(value) is tuple:
         return _parse_list(value, path, words, bad)
-    # Functions, dtypes, transformations and arrays: for optax to judge.
+    # What JSON can't write. Arrays and dtypes are for optax to judge.
+    if hasattr(value, "init") and hasattr(value, "update"):
+        return value, [] if "transformation" in words else bad
+    if callable(value) and not isinstance(value, type):
+        return value, [] if words & {"schedule", "function", "transformation"} else bad
     return value, []
 
 
@@ -261,6 +268,13 @@ def _build_value(argument: str, value: Any) -> Any:
     if isinstance(value, tuple) and value and all(isinstance(v, Pairs) for v in value):
         return [dict(v.pairs) for v in value]
     return value
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond all floats
+        return False
 
 
 def _is_dtype(name: str) -> bool:

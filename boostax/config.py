@@ -227,6 +227,8 @@ def _build(raw: Mapping[Any, Any], prefix: str) -> BoostConfig:
         return BoostConfig(**raw)
     except ConfigError as error:
         raise ConfigError(f"{prefix}{error}") from None
+    except RecursionError:
+        raise ConfigError(f"{prefix}the config is nested too deeply, or contains itself") from None
 
 
 def _message(faults: list[Fault]) -> str:
@@ -325,7 +327,7 @@ def _normalise(value: Any) -> Any:
     """Turn numpy's scalars into Python's and lists into tuples, all the way down."""
     if isinstance(value, Mapping):
         return {_normalise(k): _normalise(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
+    if type(value) in (list, tuple):  # optax's transformations are tuples of a type of their own
         return tuple(_normalise(v) for v in value)
     # numpy and JAX scalars, without importing either.
     kind = getattr(getattr(value, "dtype", None), "kind", "")

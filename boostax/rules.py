@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 from boostax._config_named import Fault
+from boostax._config_notes import notes
 from boostax.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -264,7 +265,7 @@ def resolve(config: BoostConfig, level: str = "O0") -> Resolution:
         else:
             decisions.append(Decision(name, "on", reason))
     resolution = Resolution(level, mode, tuple(decisions), ())
-    return dataclasses.replace(resolution, notes=tuple(_notes(config, level, resolution)))
+    return dataclasses.replace(resolution, notes=tuple(notes(config, wanted, resolution)))
 
 
 def _wanted(config: BoostConfig, level: str) -> dict[str, tuple[bool, str]]:
@@ -326,48 +327,3 @@ def _clash_lines(clashes: list[Exclusion]) -> str:
 def _exclusion_text(row: Exclusion) -> str:
     keeps = "this optimizer" if row.keeps == "optimizer" else row.keeps
     return f"{row.drops} does not go with {keeps}: {row.reason}"
-
-
-def _notes(config: BoostConfig, level: str, resolution: Resolution) -> list[str]:
-    notes = []
-    states = {d.technique: d for d in resolution.decisions}
-    wanted = _wanted(config, level)
-    for name in TECHNIQUES:
-        if name in config.given("boost") and resolution.mode != "manual":
-            flag, decided = getattr(config.boost, name), wanted[name][0]
-            if flag != decided:
-                notes.append(
-                    f"boost.{name} is {str(flag).lower()}, but mode {resolution.mode!r} overrides it: "
-                    f"{states[name].state} ({states[name].reason})"
-                )
-    for name in TECHNIQUES:
-        keys = set(config.given(name)) if name in type(config).model_fields else set()
-        if name == "less_bn":
-            keys.discard("gc_flag")
-        if keys and states[name].state != "on":
-            notes.append(
-                f"section {name} is accepted and has no effect: {name} is {states[name].state}"
-            )
-    if "grad_accumulation_step" in config.given("common") and "grad_accumulation" not in (
-        resolution.enabled
-    ):
-        notes.append(
-            "common.grad_accumulation_step is accepted and has no effect: grad_accumulation is "
-            f"{states['grad_accumulation'].state}"
-        )
-    notes += [
-        f"common.{key} is accepted and has no effect: no technique that uses it is built yet"
-        for key in ("gradient_split_groups", "device_number")
-        if key in config.given("common")
-    ]
-    if "grad_accumulation" in resolution.enabled:
-        if config.every == 1 and config.grad_accumulation.microbatch == 1:
-            notes.append(
-                "grad_accumulation is on with every = 1 and microbatch = 1, which changes nothing; "
-                "set one of them"
-            )
-        elif config.every != 1 and "grad_freeze" in resolution.enabled:
-            notes.append(
-                "the freeze index changes between windows; grad_freeze.total_steps counts windows"
-            )
-    return notes

@@ -310,3 +310,44 @@ def test_centralize_reads_axes_from_the_config():
     np.testing.assert_allclose(update["odd"]["weights"], [[1.5] * 3, [-1.5] * 3])
     with pytest.raises(ValueError, match="odd/weights"):
         AutoBoost("O0", {"boost": config["boost"]}).optimizer(optax.sgd(1.0), params)
+
+
+def test_the_front_door_with_linen_and_batch_norm():
+    class Net(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            x = linen.Conv(4, (3, 3), name="stem")(x)
+            x = linen.relu(linen.BatchNorm(use_running_average=False, name="norm")(x))
+            return linen.Dense(2, name="head")(x.mean((1, 2)))
+
+    net, batch = Net(), jax.random.normal(jax.random.key(1), (4, 4, 4, 1))
+    with jax.numpy_rank_promotion("allow"):
+        variables = net.init(jax.random.key(0), batch)
+        params, statistics = variables["params"], {"batch_stats": variables["batch_stats"]}
+
+        def loss(params, x, *, model_state):
+            out, new = net.apply({"params": params, **model_state}, x, mutable=["batch_stats"])
+            return jnp.mean((out - 1) ** 2), boostax.LossAux(model_state=new)
+
+        config = {
+            "grad_freeze": {"param_groups": 2, "total_steps": 4, "kind": "ramp", "freeze_p": 0.5}
+        }
+        boost = AutoBoost("O1", config)
+        _, report = boost.model(net, batch)
+        order = boostax.forward_order(loss, params, batch, model_state=statistics, has_aux=True)
+        # The alphabet would have begun with the head.
+        assert order[-1].startswith("head")
+        tx = boost.optimizer(optax.sgd(0.1, 0.9), params, order=order)
+        step = boost.train_step(loss, tx, has_aux=True)
+        state = step.init(params, model_state=statistics, rng=jax.random.key(0))
+        seen = []
+        for _ in range(4):
+            state, metrics = step(state, batch)
+            seen.append((int(metrics["freeze_index"]), jax.tree.map(np.array, state)))
+    assert report.changed == ()
+    assert [index for index, _ in seen] == [0, 0, 1, 1]
+    (_, held), (_, end) = seen[1], seen[3]
+    for tree in ("stem", "norm"):
+        jax.tree.map(np.testing.assert_array_equal, held.params[tree], end.params[tree])
+    jax.tree.map(np.testing.assert_array_equal, held.model_state, end.model_state)
+    assert np.any(held.params["head"]["kernel"] != end.params["head"]["kernel"])

@@ -405,6 +405,33 @@ def test_only_optimizers_can_be_named(name):
     refused({"optimizer": {"name": name, "learning_rate": 0.1}}, "optimizer.name: got")
 
 
+def test_objects_of_optax_are_taken_where_they_make_sense():
+    base = optax.sgd(0.1)
+    named = load_config(
+        {"optimizer": {"name": "schedule_free", "learning_rate": 0.1, "base_optimizer": base}}
+    ).optimizer
+    assert named.get("base_optimizer") is base
+    named.build().init(jnp.ones(2))
+    sgd = {"name": "sgd", "learning_rate": 0.1}
+    refused({"optimizer": {**sgd, "momentum": lambda step: 0.9}}, "optimizer.momentum: got")
+    refused({"optimizer": {**sgd, "momentum": base}}, "optimizer.momentum: got")
+    dtypes = load_config({"optimizer": {**sgd, "accumulator_dtype": jnp.bfloat16}}).optimizer
+    assert dtypes.build().init(jnp.ones(2)) is not None
+
+
+@pytest.mark.parametrize("size", [400, 5000])
+def test_very_large_integers_are_refused(size):
+    refused({"optimizer": {"name": "sgd", "learning_rate": 10**size}}, "allowed: a finite number")
+    refused({"grad_accumulation": {"every": 10**size}}, "grad_accumulation.every: got")
+    refused({"dim_reduce": {"alpha": 10**size}}, "dim_reduce.alpha: got")
+
+
+def test_a_config_that_contains_itself():
+    config = {"boost": {}}
+    config["boost"]["boost"] = config
+    refused(config, "contains itself")
+
+
 def test_functions_are_taken_as_rates():
     rate = optax.constant_schedule(0.1)
     config = load_config({"optimizer": {"name": "sgd", "learning_rate": rate}})
