@@ -35,7 +35,7 @@ CHECKS: Mapping[str, str] = {
     "sharding": "the state's shardings are those of the parameters, and stay so",
     "extra_args": "unknown extra arguments change nothing",
     "dtypes": "float32, bfloat16, float16: dtypes and structure stay",
-    "devices": "1, 2, 3, 4 and 8 devices agree",
+    "devices": "1, 2, 3, 4 and 8 devices agree (3 and 8 where it does not talk to devices)",
     "shard_map": "the update inside shard_map, on replicated parameters",
     "no_recompile": "the second cycle compiles nothing",
     "resume_orbax": "orbax: saved and restored at every step, bitwise the unbroken run",
@@ -43,6 +43,7 @@ CHECKS: Mapping[str, str] = {
     "export": "lowers for cpu, cuda and tpu",
 }
 DEVICE_COUNTS = (1, 2, 3, 4, 8)
+FEW_DEVICES = (3, 8)  # for techniques that don't talk to devices: an odd number, and all
 DTYPES = ("float32", "bfloat16", "float16")
 LEARNING_RATE = 0.1
 
@@ -76,6 +77,7 @@ class Row:
       extra: update seam: extra arguments of ``update`` (a static mapping). Default none.
       leafwise: update seam: a leaf's update depends on that leaf's gradients alone.
       program: other seams: ``program(dtype, donate) -> Program``.
+      talks_to_devices: it exchanges between devices itself: then it runs on 1, 2, 3, 4 and 8.
       does_not_apply: check -> the written reason why it says nothing about this technique.
       steps: length of a run. Default two cycles.
       variants: how many programs the step compiles over a cycle. Default 1.
@@ -90,6 +92,7 @@ class Row:
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     leafwise: bool = True
     program: Callable[[str, bool], Program] | None = None
+    talks_to_devices: bool = False
     does_not_apply: Mapping[str, str] = dataclasses.field(default_factory=dict)
     steps: int = 0
     variants: int = 1
@@ -110,18 +113,28 @@ def for_rows(check: str, rows: Sequence[Row]) -> pytest.MarkDecorator:
     """Parametrize a check over the table; where it does not apply, skip with the written reason."""
     assert check in CHECKS, f"{check} is not in CHECKS"
     return pytest.mark.parametrize(
-        "row",
+        "row", [pytest.param(row, id=row.name, marks=_left_out(check, row)) for row in rows]
+    )
+
+
+def for_rows_on_devices(check: str, rows: Sequence[Row]) -> pytest.MarkDecorator:
+    """Parametrize a check over the table and each row's numbers of devices."""
+    assert check in CHECKS, f"{check} is not in CHECKS"
+    return pytest.mark.parametrize(
+        ("row", "count"),
         [
-            pytest.param(
-                row,
-                id=row.name,
-                marks=[pytest.mark.skip(reason=f"{check}, {row.name}: {row.does_not_apply[check]}")]
-                if check in row.does_not_apply
-                else [],
-            )
+            pytest.param(row, count, id=f"{row.name}-{count}", marks=_left_out(check, row))
             for row in rows
+            for count in (DEVICE_COUNTS if row.talks_to_devices else FEW_DEVICES)
         ],
     )
+
+
+def _left_out(check: str, row: Row) -> list[pytest.MarkDecorator]:
+    reason = row.does_not_apply.get(check)
+    if check not in row.does_not_apply:
+        return []
+    return [pytest.mark.skip(reason=f"{check}, {row.name}: {reason}")]
 
 
 _compilations = 0

@@ -159,6 +159,13 @@ ROWS: tuple[Row, ...] = (
     ),
 )
 
+# What a config calls a technique -> its public name, for every technique that is built.
+CONFIG_NAMES: dict[str, str] = {
+    "grad_freeze": "freeze",
+    "grad_accumulation": "accumulate",
+    "centralize": "centralize",
+}
+
 # Public names that are no technique, each with what it is instead.
 NOT_TECHNIQUES: dict[str, str] = {
     "BoostConfig": "the settings that AutoBoost is built from",

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import jax
 import numpy as np
-import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.common import harness
-from tests.common.harness import for_rows
+from tests.common.harness import for_rows_on_devices
 from tests.common.settings import ROWS
 
 
-@for_rows("devices", ROWS)
-@pytest.mark.parametrize("count", harness.DEVICE_COUNTS)
+@for_rows_on_devices("devices", ROWS)
 def test_devices(row, count):
     """Parameters and state on every device, the batch split over them, jit's own partitioning."""
     run = harness.recorded(row)
@@ -30,8 +28,7 @@ def test_devices(row, count):
         assert len(set(copies)) == 1, "the devices' copies of the state differ"
 
 
-@for_rows("shard_map", ROWS)
-@pytest.mark.parametrize("count", [2, 3, 8])
+@for_rows_on_devices("shard_map", ROWS)
 def test_shard_map(row, count):
     """The update inside ``shard_map``, after the mean over devices, with all of its checks on."""
     params, grads, alone = harness.driven(row)

@@ -1,7 +1,9 @@
 """A train step with everything off costs what the same step written by hand costs, exactly.
 
 The hand-written step keeps a state like ``flax.training.train_state.TrainState``, with a step
-counter, and reports the same metrics. Costs are the compiler's own count.
+counter, and reports the same metrics. Costs are the compiler's own count. A loss that returns a
+``LossAux`` may give a weight of 0, which skips the call: its state has a counter for that, and so
+has the one written by hand.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ class HandState(flax.struct.PyTreeNode):
     params: Any
     opt_state: Any
     model_state: Any = None
+    skipped: Any = None
 
 
 def _hand_metrics(names, loss, grads, step):
@@ -55,10 +58,10 @@ def _hand_step(loss, tx, names):
             state.params, state.model_state, batch
         )
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
-        new = HandState(
-            state.step + 1, optax.apply_updates(state.params, updates), opt_state, model_state
-        )
-        return new, _hand_metrics(names, value, grads, new.step)
+        params = optax.apply_updates(state.params, updates)
+        new = HandState(state.step + 1, params, opt_state, model_state, state.skipped)
+        count = new.step if new.skipped is None else new.step - new.skipped
+        return new, _hand_metrics(names, value, grads, count)
 
     return jax.jit(step, donate_argnums=0)
 
@@ -73,14 +76,13 @@ def _plain(tx, names):
 def _linen(tx, names):
     variables = linen_net.init()
     params, stats = variables["params"], {"batch_stats": variables["batch_stats"]}
-    # Without LossAux.weight nothing can be skipped: the window has a size.
     step = boostax.train_step(linen_net.loss, tx, has_aux=True, metrics=names)
 
     def loss(params, model_state, batch):
         value, aux = linen_net.loss(params, batch, model_state=model_state)
         return value, aux.model_state
 
-    state = HandState(jnp.int32(0), params, tx.init(params), stats)
+    state = HandState(jnp.int32(0), params, tx.init(params), stats, jnp.int32(0))
     return step, step.init(params, model_state=stats), _hand_step(loss, tx, names), state
 
 

@@ -64,7 +64,7 @@ def test_a_state_that_changes_its_dtype_fails():
         lambda params: jnp.zeros((), jnp.int32),
         lambda grads, state, params=None, **extra: (_sgd(grads), state + 1.0),
     )
-    with pytest.raises(AssertionError, match="state: .* was int32"):
+    with pytest.raises(AssertionError, match=r"state: .* was int32"):
         test_runs.test_jit(row)
     with pytest.raises(AssertionError, match="compiled again"):
         test_runs.test_no_recompile(row)

@@ -7,7 +7,10 @@ import collections
 import pytest
 
 import boostax
+from boostax import rules
 from tests.common import harness, settings
+
+pytestmark = pytest.mark.quick
 
 
 def test_every_public_name_is_a_row_or_not_a_technique():
@@ -20,6 +23,17 @@ def test_every_public_name_is_a_row_or_not_a_technique():
     assert not covered & set(settings.NOT_TECHNIQUES)
     unknown = (covered | set(settings.NOT_TECHNIQUES)) - set(boostax.__all__)
     assert not unknown, f"the table names what boostax does not have: {sorted(unknown)}"
+
+
+def test_every_built_technique_of_the_config_has_a_row():
+    covered = {name for row in settings.ROWS for name in row.covers}
+    built = {name for name, technique in rules.TECHNIQUES.items() if technique.built}
+    missing = {name for name in built if settings.CONFIG_NAMES.get(name) not in covered}
+    assert not missing, (
+        f"boostax/rules.py says that {sorted(missing)} are built; add each to CONFIG_NAMES and a "
+        "row for it in tests/common/settings.py"
+    )
+    assert set(settings.CONFIG_NAMES) <= set(rules.TECHNIQUES)
 
 
 def test_row_names_are_unique():
