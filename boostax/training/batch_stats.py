@@ -252,11 +252,12 @@ def collect_momenta(source: Any, *args: Any, **kwargs: Any) -> dict[str, float]:
         return found
     from flax import nnx
 
-    return {
-        "/".join(str(key) for key in path): float(vars(node)["momentum"])
-        for path, node in nnx.iter_graph(source)
-        if isinstance(node, nnx.Module) and _is_number(getattr(node, "momentum", None))
-    }
+    found = {}
+    for path, node in nnx.iter_graph(source):
+        momentum: Any = getattr(node, "momentum", None)
+        if isinstance(node, nnx.Module) and _is_number(momentum):
+            found["/".join(str(key) for key in path)] = float(momentum)
+    return found
 
 
 @contextlib.contextmanager
