@@ -9,6 +9,7 @@ from typing import Any
 import optax
 
 _ATTRIBUTE = "__boostax_info__"
+_PLAIN = "__boostax_plain__"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +41,28 @@ def with_info(
     """Attach ``info`` to a transformation and return it."""
     setattr(tx.update, _ATTRIBUTE, info)
     return tx
+
+
+def with_plain(tx: Any, plain: Any) -> Any:
+    """Note which transformation ``tx`` was built around, and return ``tx``."""
+    if tx is not plain:
+        setattr(tx.update, _PLAIN, plain)
+    return tx
+
+
+def plain_of(tx: Any) -> Any:
+    """Return what ``tx`` is without boostax's parts at its outside.
+
+    What was noted by :func:`with_plain`; else the transformation beneath the outer wrappers.
+    """
+    while True:
+        noted = getattr(tx.update, _PLAIN, None)
+        if noted is not None:
+            return noted
+        info = getattr(tx.update, _ATTRIBUTE, None)
+        if info is None or info.inner is None:
+            return tx
+        tx = info.inner
 
 
 def walk(tx: Any) -> Iterator[TransformInfo]:

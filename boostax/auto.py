@@ -12,7 +12,7 @@ from boostax import _info, rules
 from boostax._auto_chain import base_optimizer, inner_chain, make_freezing
 from boostax._auto_reports import BoostDescription, ModelReport, chain_order
 from boostax.config import BoostConfig, load_config
-from boostax.training.describe import _order_line, parameter_fates
+from boostax.training.describe import order_line, parameter_fates
 from boostax.training.step import TrainStep, train_step
 from boostax.updates.accumulate import accumulate
 from boostax.updates.freeze import freeze
@@ -156,7 +156,7 @@ class AutoBoost:
                 nonfinite=section.nonfinite,
                 average_extra=("value",) if needs_value else (),
             )
-        return inner
+        return _info.with_plain(inner, base)
 
     def train_step(self, loss_fn: Callable[..., Any], tx: Any, **settings: Any) -> TrainStep:
         """Build the compiled train step: :func:`boostax.train_step` with the config's settings.
@@ -241,7 +241,7 @@ class AutoBoost:
         if tx is None:
             return BoostDescription(self.resolution, chain_order(self.config, self.enabled))
         infos = list(_info.walk(tx))
-        lines = tuple(_order_line(info) for info in infos)
+        lines = tuple(order_line(info) for info in infos)
         fates = () if params is None else parameter_fates(infos, params)
         return BoostDescription(self.resolution, lines, fates)
 

@@ -133,7 +133,7 @@ def describe_step(step: Any, state: Any, batch: Any, extra: Mapping[str, Any]) -
     if step.settings.microbatch > 1 or step.settings.window_policy is not None:
         shown["stats"] = step.settings.stats
     return StepDescription(
-        order=tuple(_order_line(info) for info in infos),
+        order=tuple(order_line(info) for info in infos),
         parameters=parameter_fates(infos, abstract.params),
         plain=plain_cost,
         variants=tuple(variants),
@@ -181,19 +181,10 @@ def plain_step(step: Any) -> Any:
         window_policy=None,
         window_every=None,
     )
-    return step.with_settings(settings, _unwrapped(step.tx))
+    return step.with_settings(settings, optax.with_extra_args_support(_info.plain_of(step.tx)))
 
 
-def _unwrapped(tx: Any) -> Any:
-    """Return the innermost transformation beneath boostax's wrappers at the outside of ``tx``."""
-    while True:
-        info = next(iter(_info.walk(tx)), None)
-        if info is None or info.inner is None:
-            return optax.with_extra_args_support(tx)
-        tx = info.settings.get("plain", info.inner)
-
-
-def _order_line(info: _info.TransformInfo) -> str:
+def order_line(info: _info.TransformInfo) -> str:
     shown = {
         k: v for k, v in info.settings.items() if isinstance(v, (bool, int, float, str, tuple))
     }
