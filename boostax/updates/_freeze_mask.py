@@ -108,7 +108,7 @@ def _cut_lists(state: Any, treedef: Any, flags: Sequence[bool]) -> Any:
 
 
 def _cut_extra(name: str, value: Any, treedef: Any, cut: Callable[[Any], Any], params: Any) -> Any:
-    if name in ("value_fn", "grad_fn") and callable(value):
+    if name in ("value_fn", "obj_fn", "grad_fn") and callable(value):
         return _cut_function(name, value, treedef, cut, params)
     if not jax.tree_util.treedef_is_leaf(treedef) and jax.tree.structure(value) == treedef:
         return cut(value)

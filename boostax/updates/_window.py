@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 
 from boostax import _compat
-from boostax.updates._skip import skip
+from boostax.errors import StateMismatchError
+from boostax.updates._skip import find_state, skip
 
 __all__ = ["AccumulateState", "flush", "has_updated"]
 
@@ -33,6 +35,7 @@ class AccumulateState(NamedTuple):
         always finite unless ``nonfinite="off"``, or zeros after a dropped one, and is not read.
       extra: weighted sums of the extra arguments in ``average_extra``, by name.
       skip_state: what ``should_skip_update_fn`` returned last; ``()`` without it.
+      every: int32 scalar, the window size that the state was made for; 0 where a schedule tells it.
       inner_state: the inner transformation's state.
     """
 
@@ -47,6 +50,7 @@ class AccumulateState(NamedTuple):
     grads: Any
     extra: dict[str, Any]
     skip_state: Any
+    every: jax.Array
     inner_state: Any
 
     def on_skip(self) -> AccumulateState:
@@ -54,6 +58,34 @@ class AccumulateState(NamedTuple):
         if self.grads is not None:
             return self
         return self._replace(inner_state=skip(self.inner_state))
+
+
+def check_window_size(state: Any, every: int) -> None:
+    """Raise where the window size of an optimizer state on the host is another one.
+
+    Args:
+      state: an optimizer state with an :class:`AccumulateState` in it.
+      every: the window size of the transformation; 0 for a schedule.
+
+    Raises:
+      StateMismatchError: the sizes differ, or there is no ``AccumulateState``.
+    """
+    found = find_state(state, AccumulateState)
+    if found is None:
+        raise StateMismatchError(
+            "accumulate: there is no AccumulateState in this optimizer state. Either the "
+            "transformation has no boostax.accumulate, or the state was restored without a target "
+            "and came back as dicts and lists: restore it with the target tx.init(params)"
+        )
+    if isinstance(found.every, (Tracer, jax.ShapeDtypeStruct)):
+        return
+    known = np.unique(np.asarray(found.every))
+    if known.tolist() != [every]:
+        told = lambda size: "a schedule" if size == 0 else f"every={size}"
+        raise StateMismatchError(
+            f"accumulate: the state was made with {told(int(known[0]))}, here it is {told(every)}; go "
+            "on with the window size that it was made with, or start with tx.init(params)"
+        )
 
 
 def has_updated(state: Any) -> jax.Array:

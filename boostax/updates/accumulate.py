@@ -43,7 +43,7 @@ from boostax.updates._accumulate_leaves import (
     zero_sum,
     zero_update,
 )
-from boostax.updates._window import AccumulateState, flush, has_updated
+from boostax.updates._window import AccumulateState, check_window_size, flush, has_updated
 
 __all__ = ["AccumulateState", "accumulate", "flush", "has_updated"]
 
@@ -135,6 +135,7 @@ def accumulate(
         raise TypeError(f"accumulator_dtype must be a floating dtype, got {dtype}")
     templates = extra_templates(average_extra)
     single = not callable(every) and every == 1
+    fixed_size = 0 if callable(every) else every
 
     def init(params: Any) -> Any:
         sums = jax.tree.map(lambda leaf: zero_sum(leaf, dtype), params)
@@ -152,6 +153,7 @@ def accumulate(
             grads=None if single else sums,
             extra={} if single else {n: jax.tree.map(zero_extra, t) for n, t in templates.items()},
             skip_state=skip_state,
+            every=jnp.asarray(fixed_size, jnp.int32),
             inner_state=unshared(inner.init(seen), seen),
         )
 
@@ -165,6 +167,7 @@ def accumulate(
         boostax_flush: bool = False,
         **extra: Any,
     ) -> tuple[Any, Any]:
+        check_window_size(state, fixed_size)
         grads, treedef = jax.tree.flatten(updates)
         if boostax_flush and single:
             return jax.tree.map(zero_update, updates), state
@@ -292,6 +295,7 @@ def accumulate(
             grads=None if single else treedef.unflatten(new_sums),
             extra=new_extra,
             skip_state=skip_state,
+            every=state.every,
             inner_state=inner_state,
         )
 
@@ -304,5 +308,10 @@ def accumulate(
     }
     return with_info(
         optax.GradientTransformationExtraArgs(init, update),
-        TransformInfo("accumulate", settings, inner=inner),
+        TransformInfo(
+            "accumulate",
+            settings,
+            inner=inner,
+            check=lambda state: check_window_size(state, fixed_size),
+        ),
     )

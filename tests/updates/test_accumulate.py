@@ -532,3 +532,18 @@ def test_the_description_tells_the_settings():
     info = find(tx, "accumulate")
     assert info is not None
     assert (info.settings["every"], info.settings["nonfinite"]) == (4, "skip_micro")
+
+
+def test_a_state_made_with_another_window_size_is_refused():
+    params = jnp.zeros(3)
+    state = accumulate(optax.sgd(1.0), 4).init(params)
+    for every, told in ((2, "every=2"), (lambda count: 4, "a schedule")):
+        with pytest.raises(
+            boostax.StateMismatchError, match=f"made with every=4, here it is {told}"
+        ):
+            accumulate(optax.sgd(1.0), every).update(params, state, params)
+    step = boostax.train_step(lambda p, x: jnp.sum(p * x), accumulate(optax.sgd(1.0), 2))
+    with pytest.raises(boostax.StateMismatchError, match="made with every=4"):
+        step(step.init(params).replace(opt_state=state), params)
+    with pytest.raises(boostax.StateMismatchError, match="no AccumulateState"):
+        step(step.init(params).replace(opt_state=optax.sgd(1.0).init(params)), params)
