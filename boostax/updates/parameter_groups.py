@@ -191,7 +191,7 @@ def _by_patterns(
                 f"parameter_groups: no pattern fits the leaf {path!r}; add one, such as '*' at the end"
             )
         owner[path] = fits[0]
-    for module in {path.rpartition("/")[0] for path in paths if "/" in path}:
+    for module in dict.fromkeys(path.rpartition("/")[0] for path in paths if "/" in path):
         own = [path for path in paths if path.rpartition("/")[0] == module]
         if len({owner[path] for path in own}) > 1:
             raise ValueError(

@@ -414,10 +414,12 @@ def test_a_state_of_another_run_is_refused():
         freeze(optax.adam(0.1), other).update(params, state[0], params)
     with pytest.raises(StateMismatchError, match="restored without a target"):
         freezing.check(flax.serialization.to_state_dict(state))
-    with pytest.raises(StateMismatchError, match="'c'.*which the parameters don't"):
+    with pytest.raises(StateMismatchError, match=r"'c'.*which the parameters don't"):
         freeze(optax.adam(0.1), Freezing([["a", "b", "c"]], [0])).init(params)
     masks = [{"a": True, "b": True}]
-    with pytest.raises(StateMismatchError, match="have 'bb', which the groups don't. Did you mean"):
+    with pytest.raises(
+        StateMismatchError, match=r"have 'bb', which the groups don't\. Did you mean"
+    ):
         freeze(optax.adam(0.1), Freezing(masks, [0])).init({**params, "bb": params["b"]})
 
 
@@ -460,9 +462,9 @@ def test_bad_groups_and_schedules(groups, schedule, error, text):
 
 def test_bad_arguments():
     freezing = Freezing([BOTH, LATE], [1])
-    with pytest.raises(TypeError, match="freezing must be a boostax.Freezing"):
+    with pytest.raises(TypeError, match=r"freezing must be a boostax\.Freezing"):
         freeze(optax.adam(0.1), {"a"})
-    with pytest.raises(TypeError, match="inner must be an optax.GradientTransformation"):
+    with pytest.raises(TypeError, match=r"inner must be an optax\.GradientTransformation"):
         freeze(0.1, freezing)
     tx = freeze(optax.adam(0.1), freezing)
     state = tx.init(_params())

@@ -133,7 +133,7 @@ def test_patterns():
     )
     assert [len(s) for s in groups.segments] == [4, 2, 1]
     assert groups.trained[1] == ("dec/layer_0/bias", "dec/layer_0/kernel", "head/kernel")
-    with pytest.raises(ValueError, match="split the layer 'enc/layer_0'"):
+    with pytest.raises(ValueError, match="split the layer 'dec/layer_0'"):
         parameter_groups(params, patterns=["*/bias", "*"])
     with pytest.raises(ValueError, match="no pattern fits the leaf 'dec/layer_0/bias'"):
         parameter_groups(params, patterns=["enc/*", "head/*"])
