@@ -29,12 +29,13 @@ class Display(Watcher):
         )
         self._bars = progress.Progress(
             progress.TextColumn("{task.description}"),
-            progress.BarColumn(bar_width=28),
+            progress.BarColumn(bar_width=20),
             progress.MofNCompleteColumn(),
             progress.TextColumn("{task.fields[told]}"),
             progress.TimeElapsedColumn(),
             console=self.console,
         )
+        self._metric = plan.target.metric
         self.kept = self.total = 0
         self._all: Any = None
         self._one: Any = None
@@ -67,7 +68,8 @@ class Display(Watcher):
         self, step: int, steps: int, loss: float | None, metrics: Mapping[str, float]
     ) -> None:
         parts = [] if loss is None else [f"loss {loss:.4g}"]
-        parts += [f"{_escape(name)} {value:.4g}" for name, value in metrics.items()]
+        if self._metric in metrics:
+            parts.append(f"{_escape(self._metric)} {metrics[self._metric]:.4g}")
         self._bars.update(self._one, total=steps, completed=step, told="  ".join(parts))
 
     def finish(self, run: Mapping[str, Any]) -> None:

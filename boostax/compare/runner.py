@@ -18,7 +18,7 @@ from boostax.compare.storage import RunStore
 from boostax.compare.task import Target, Task, UsageError
 from boostax.errors import did_you_mean
 
-__all__ = ["Plan", "compare", "machine", "run_order", "versions"]
+__all__ = ["Plan", "build_all", "compare", "machine", "run_order", "versions"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +129,7 @@ def compare(
             continue
         if not built:
             # All arms, before any training: a config that does not fit shows at once.
-            built = _build_all(plan)
+            built = build_all(plan)
         watcher.start(arm.name, seed)
         record = run_arm(
             plan.task,
@@ -161,7 +161,8 @@ def compare(
     return runs, {name: records[0]["build"] for name, records in runs.items()}
 
 
-def _build_all(plan: Plan) -> dict[str, BuiltArm]:
+def build_all(plan: Plan) -> dict[str, BuiltArm]:
+    """Build every arm, and check the target against what the task evaluates."""
     task = plan.task
     model, model_state = start_of(task, jax.random.key(0))
     batch = next(take_batches(task, 0, 1))

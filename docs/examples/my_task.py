@@ -33,7 +33,7 @@ task = Task(
     loss=loss,
     batches=batches,
     evaluate=evaluate,
-    optimizer=lambda learning_rate, steps: optax.adam(optax.cosine_decay_schedule(learning_rate, steps)),
+    optimizer=lambda rate, steps: optax.adam(optax.cosine_decay_schedule(rate, steps)),
     learning_rate=0.01,
     steps=200,
     target="accuracy=0.95",

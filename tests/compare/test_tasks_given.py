@@ -1,0 +1,55 @@
+"""The task that runs without arguments, and the example of the documentation."""
+
+import pathlib
+
+import jax
+import numpy as np
+
+from boostax.compare.arms import load_arms
+from boostax.compare.digits import digits_arms, digits_task
+from boostax.compare.measure import run_arm
+from boostax.compare.runner import Plan, build_all, compare
+from boostax.compare.storage import RunStore
+from boostax.compare.task import load_task, parse_target
+
+EXAMPLES = pathlib.Path(__file__).resolve().parents[2] / "docs" / "examples"
+
+
+def plan_of(task, arms, steps):
+    return Plan(task, tuple(arms), 1, steps, parse_target(task.target), task.learning_rate, steps)
+
+
+def test_the_example_has_30_lines_and_runs(tmp_path):
+    source = (EXAMPLES / "my_task.py").read_text()
+    assert sum(bool(line.strip()) for line in source.splitlines()) <= 30
+    task, _ = load_task(f"{EXAMPLES / 'my_task.py'}:task")
+    arms = load_arms([str(EXAMPLES / "plain.json"), str(EXAMPLES / "o1.json")])
+    runs, builds = compare(plan_of(task, arms, 3), RunStore(tmp_path))
+    assert builds["plain"]["enabled"] == []
+    assert builds["o1"]["enabled"] == ["grad_freeze", "centralize"]
+    assert builds["o1"]["config"]["grad_freeze"]["total_steps"] == 3
+    assert all(len(runs[name][0]["loss"]) == 3 for name in ("plain", "o1"))
+
+
+def test_the_digits_have_four_arms():
+    built = build_all(plan_of(digits_task(), digits_arms(), 200))
+    assert {name: arm.enabled for name, arm in built.items()} == {
+        "plain": (),
+        "O1": ("grad_freeze", "centralize"),
+        "accumulation": ("grad_accumulation",),
+        "centralization": ("centralize",),
+    }
+    assert [arm.updates for arm in built.values()] == [200, 200, 100, 200]
+
+
+def test_the_digits_train_and_move_their_batch_statistics():
+    task = digits_task()
+    step = build_all(plan_of(task, digits_arms()[:1], 4))["plain"].step
+    record = run_arm(task, step, seed=1, steps=4, eval_every=4)
+    assert record["loss"][-1] < record["loss"][0]
+    assert set(record["evaluations"][-1]["metrics"]) == {"accuracy", "loss"}
+    params, model_state = task.init(jax.random.key(0))
+    state = step.init(params, model_state=model_state)
+    state, _ = step(state, next(iter(task.batches(0))))
+    mean = state.model_state["batch_stats"]["BatchNorm_0"]["mean"]
+    assert np.abs(mean).max() > 0
