@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from flax import nnx, serialization
 
+from boostax._tree import leaf_paths
 from boostax.training.batch_stats import collect_momenta
 from boostax.training.contract import CanonicalLoss, LossAux, check_output, declared_keywords
 
@@ -96,3 +98,23 @@ def _key_impl(leaf: Any) -> str | None:
 
 def _takes_any(function: Callable[..., Any]) -> bool:
     return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
+
+
+def _to_state_dict(state: nnx.State) -> dict[str, Any]:
+    return dict(zip(leaf_paths(state), jax.tree.leaves(state), strict=True))
+
+
+def _from_state_dict(target: nnx.State, saved: dict[str, Any]) -> nnx.State:
+    paths = leaf_paths(target)
+    if set(saved) != set(paths):
+        raise ValueError(
+            "the saved nnx state does not fit the model: missing "
+            f"{sorted(set(paths) - set(saved))}, unknown {sorted(set(saved) - set(paths))}"
+        )
+    return jax.tree.unflatten(jax.tree.structure(target), [saved[path] for path in paths])
+
+
+# flax.serialization knows linen's dicts but not nnx.State, which an nnx model's train state holds.
+# Where a later flax, or the user, has registered it, that stays.
+with contextlib.suppress(ValueError):
+    serialization.register_serialization_state(nnx.State, _to_state_dict, _from_state_dict)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import jax
 import jax.export
-import pytest
 
 from tests.common import harness
 from tests.common.harness import for_rows
 from tests.common.settings import ROWS
 
 
-@pytest.mark.quick
 @for_rows("export", ROWS)
 def test_export(row):
     run = harness.recorded(row)

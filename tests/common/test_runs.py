@@ -12,7 +12,6 @@ from tests.common.harness import for_rows
 from tests.common.settings import ROWS
 
 
-@pytest.mark.quick
 @for_rows("plain", ROWS)
 def test_plain(row):
     run = harness.recorded(row)
