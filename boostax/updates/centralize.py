@@ -196,7 +196,7 @@ def centralized_axes(
     """Say which leaves :func:`centralize` touches, over which axes, and why not the others.
 
     Args:
-      params: the parameters, arrays or ``ShapeDtypeStruct``s.
+      params: the parameters, arrays or ``ShapeDtypeStruct`` leaves.
       layers: as for :func:`centralize`.
       axes: as for :func:`centralize`.
       model: as for :func:`centralize`.
