@@ -60,9 +60,7 @@ class Display(Watcher):
     def start(self, arm: str, seed: int) -> None:
         if self._one is not None:
             self._bars.remove_task(self._one)
-        self._one = self._bars.add_task(
-            f"{_escape(arm)}, seed {seed}", total=None, told="starting, compiling"
-        )
+        self._one = self._bars.add_task(f"{_escape(arm)}, seed {seed}", total=None, told="starting")
 
     def progress(
         self, step: int, steps: int, loss: float | None, metrics: Mapping[str, float]

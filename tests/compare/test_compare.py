@@ -3,6 +3,7 @@
 import argparse
 import json
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -192,6 +193,15 @@ def test_a_config_that_does_not_fit_is_named(folder, capsys, config, message):
     (folder / "bad.json").write_text(json.dumps(config))
     assert command(folder, "--seeds", "1", configs=("plain.json", "bad.json")) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("package", ["rich", "matplotlib"])
+def test_a_missing_extra_is_named_before_the_training(folder, capsys, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    assert command(folder) == 2
+    assert f"{package!r}, which is not installed" in (told := capsys.readouterr().err)
+    assert "boostax[demo]" in told
+    assert not (folder / "out").exists()
 
 
 def test_levels_of_the_command_line_win(folder):

@@ -4,6 +4,7 @@ import pathlib
 
 import jax
 import numpy as np
+import pytest
 
 from boostax.compare.arms import load_arms
 from boostax.compare.digits import digits_arms, digits_task
@@ -31,8 +32,14 @@ def test_the_example_has_30_lines_and_runs(tmp_path):
     assert all(len(runs[name][0]["loss"]) == 3 for name in ("plain", "o1"))
 
 
-def test_the_digits_have_four_arms():
-    built = build_all(plan_of(digits_task(), digits_arms(), 200))
+@pytest.fixture(scope="module")
+def digits():
+    task = digits_task()
+    return task, build_all(plan_of(task, digits_arms(), 200))
+
+
+def test_the_digits_have_four_arms(digits):
+    _, built = digits
     assert {name: arm.enabled for name, arm in built.items()} == {
         "plain": (),
         "O1": ("grad_freeze", "centralize"),
@@ -42,9 +49,9 @@ def test_the_digits_have_four_arms():
     assert [arm.updates for arm in built.values()] == [200, 200, 100, 200]
 
 
-def test_the_digits_train_and_move_their_batch_statistics():
-    task = digits_task()
-    step = build_all(plan_of(task, digits_arms()[:1], 4))["plain"].step
+def test_the_digits_train_and_move_their_batch_statistics(digits):
+    task, built = digits
+    step = built["plain"].step
     record = run_arm(task, step, seed=1, steps=4, eval_every=4)
     assert record["loss"][-1] < record["loss"][0]
     assert set(record["evaluations"][-1]["metrics"]) == {"accuracy", "loss"}
