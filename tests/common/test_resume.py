@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import flax.serialization
 import jax
+import jax.numpy as jnp
+import optax
 import orbax.checkpoint as ocp
 import pytest
+from flax import nnx
 
+import boostax
 from tests.common import harness
 from tests.common.harness import for_rows
 from tests.common.settings import ROWS
@@ -41,3 +45,14 @@ def test_resume_flax(row):
             carry, out = run.step(carry, run.batches[t])
             harness.assert_bitwise(out, run.outs[t], f"output of step {t}, restored at {start}")
         harness.assert_bitwise(carry, run.carries[-1], f"last state, restored at {start}")
+
+
+def test_a_saved_nnx_state_of_another_model_is_refused():
+    def state(**layers):
+        model = nnx.Dict(**{k: nnx.Linear(2, n, rngs=nnx.Rngs(0)) for k, n in layers.items()})
+        step = boostax.train_step(lambda model, x: jnp.sum(model["a"](x)), optax.sgd(0.1, 0.9))
+        return step.init(model)
+
+    saved = flax.serialization.to_bytes(state(a=3, b=3))
+    with pytest.raises(ValueError, match=r"does not fit the model: missing .*, unknown .*b/bias"):
+        flax.serialization.from_bytes(state(a=3), saved)
