@@ -139,7 +139,7 @@ def page(results: Mapping[str, Any], images: Mapping[str, bytes]) -> str:
     for name, title in (("curves.png", "Curves"), ("time_to_target.png", "Time to target")):
         data = base64.b64encode(images[name]).decode()
         body.append(f'<h2>{title}</h2><img alt="{title}" src="data:image/png;base64,{data}">')
-    body.append("<h2>Compiling and steps together</h2>")
+    body.append("<h2>Compiling and memory</h2>")
     body.append(_compile_section(results))
     body.append("<h2>The arms</h2>")
     for arm in results["arms"]:
@@ -155,12 +155,17 @@ def _compile_section(results: Mapping[str, Any]) -> str:
             arm["name"],
             f"{arm['compile_seconds']:.1f}",
             "1" if arm["name"] == results["plain"] else _ratio(arm, "seconds_ratio_with_compile"),
+            "unknown" if arm["temp_bytes"] is None else f"{_si(arm['temp_bytes'])}B",
         ]
         for arm in results["arms"]
     ]
-    return _html_table(
-        ("arm", "compile seconds", "time ratio, one compilation included"), table
-    ) + (
+    header = (
+        "arm",
+        "compile seconds",
+        "time ratio, one compilation included",
+        "temporary memory of the step",
+    )
+    return _html_table(header, table) + (
         "<p class=small>On a short run compiling may cost more than it saves; on a long one it "
         "does not count. The verdict is about the steps alone.</p>"
     )
