@@ -135,7 +135,7 @@ def accumulate(
         raise TypeError(f"accumulator_dtype must be a floating dtype, got {dtype}")
     templates = extra_templates(average_extra)
     single = not callable(every) and every == 1
-    fixed_size = 0 if callable(every) else every
+    fixed_size = 0 if callable(every) else int(every or 0)
 
     def init(params: Any) -> Any:
         sums = jax.tree.map(lambda leaf: zero_sum(leaf, dtype), params)
