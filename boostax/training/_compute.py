@@ -277,7 +277,9 @@ class StepFunction:
             elif name == "micro_steps":
                 shown[name] = self._micro_steps(new)
             elif name == "freeze_index":
-                shown[name] = jnp.asarray(index if traced_index is None else traced_index, jnp.int32)
+                shown[name] = jnp.asarray(
+                    index if traced_index is None else traced_index, jnp.int32
+                )
             elif (rate := self._learning_rate(old, new)) is not None:
                 shown[name] = jnp.asarray(rate, jnp.float32)
         return shown

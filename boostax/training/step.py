@@ -145,7 +145,7 @@ def train_step(
         skip_nonfinite=skip_nonfinite,
         learning_rate=learning_rate,
         window_policy=None if accumulating is None else accumulating.settings["nonfinite"],
-        window_every=None if accumulating is None else accumulating.settings["every"],
+        window_every=_window_length(accumulating),
     )
     return TrainStep(
         loss_fn,
@@ -173,6 +173,13 @@ def _check_freezing(tx: Any, freezing: Any | None) -> Any | None:
             "freeze(...) and to train_step(...)"
         )
     return found.static
+
+
+def _window_length(accumulating: _info.TransformInfo | None) -> Any:
+    """Return how many calls a window takes: an int or a schedule, None where that can't be known."""
+    if accumulating is None or accumulating.settings["skips_by_function"]:
+        return None
+    return accumulating.settings["every"]
 
 
 class TrainStep:

@@ -305,6 +305,7 @@ def accumulate(
         "nonfinite": nonfinite,
         "accumulator_dtype": str(dtype),
         "average_extra": tuple(templates),
+        "skips_by_function": should_skip_update_fn is not None,
     }
     return with_info(
         optax.GradientTransformationExtraArgs(init, update),

@@ -191,7 +191,7 @@ def test_reference_values(reference, k):
         params = optax.apply_updates(params, updates)
         assert int(state.position) == counter
         for n, param in zip(names, params, strict=True):
-            np.testing.assert_allclose(param, data[n.format("params")][call], rtol=1e-6, atol=1e-6)
+            np.testing.assert_allclose(param, data[n.format("params")][call], rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("every", [1, 3, lambda count: 1 + count])
