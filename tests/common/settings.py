@@ -171,6 +171,7 @@ NOT_TECHNIQUES: dict[str, str] = {
     "BoostConfig": "the settings that AutoBoost is built from",
     "load_config": "reads the settings that AutoBoost is built from",
     "forward_order": "names layers for parameter_groups; changes nothing in training",
+    "centralized_axes": "says which leaves centralize touches; changes nothing in training",
     "AccumulateState": "the state of accumulate",
     "has_updated": "reads the state of accumulate",
     "FreezeState": "the state of freeze",
