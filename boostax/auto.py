@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import optax
 from flax import nnx
 
@@ -12,7 +13,9 @@ from boostax import _info, rules
 from boostax._auto_chain import base_optimizer, inner_chain, make_freezing
 from boostax._auto_reports import BoostDescription, ModelReport, chain_order
 from boostax.config import BoostConfig, load_config
+from boostax.gradients.forward_order import forward_order
 from boostax.training.describe import order_line, parameter_fates
+from boostax.training.state import TrainState
 from boostax.training.step import TrainStep, train_step
 from boostax.updates.accumulate import accumulate
 from boostax.updates.freeze import freeze
@@ -190,6 +193,64 @@ class AutoBoost:
                 "batch_norm_momentum": section.batch_norm_momentum,
             } | settings
         return train_step(loss_fn, tx, **settings)
+
+    def start(
+        self,
+        loss_fn: Callable[..., Any],
+        tx: optax.GradientTransformation | None,
+        model_or_params: Any,
+        batch: Any,
+        *,
+        model_state: Any = None,
+        rng: Any = None,
+        **settings: Any,
+    ) -> tuple[TrainStep, TrainState]:
+        """Compose the optimizer, build the train step and make its first state, in one call.
+
+        The same as ``optimizer``, ``train_step`` and ``step.init`` one after the other, with the
+        layers' forward order read from the loss where freezing needs it.
+
+        Args:
+          loss_fn: the loss, by the contract of :func:`boostax.train_step`.
+          tx: the base optimizer, or None for the one that the config names.
+          model_or_params: the nnx model, or the parameters.
+          batch: one batch (only its shapes are used).
+          model_state: linen's other collections. Default None.
+          rng: a key or an int seed, where the loss declares ``rng``. Default None.
+          **settings: any keyword of :func:`boostax.train_step`.
+
+        Returns:
+          The step and its first state.
+
+        Raises:
+          ConfigError: as for :meth:`optimizer`.
+          ValueError: as for :func:`boostax.train_step`.
+
+        Example:
+          >>> import jax.numpy as jnp, optax, boostax
+          >>> params = {"stem": {"kernel": jnp.eye(2)}, "head": {"kernel": jnp.ones((2, 1))}}
+          >>> loss_fn = lambda p, x: jnp.mean((x @ p["stem"]["kernel"] @ p["head"]["kernel"]) ** 2)
+          >>> boost = boostax.AutoBoost("O1", {"grad_freeze": {"param_groups": 2}})
+          >>> step, state = boost.start(loss_fn, optax.sgd(0.1), params, jnp.ones((4, 2)))
+          >>> state, metrics = step(state, jnp.ones((4, 2)))
+          >>> float(metrics["loss"])
+          4.0
+        """
+        order = None
+        if "grad_freeze" in self.enabled and self.config.grad_freeze.patterns is None:
+            order = forward_order(
+                loss_fn,
+                model_or_params,
+                batch,
+                model_state=model_state,
+                rng=jax.random.key(rng) if isinstance(rng, int) else rng,
+                has_aux=settings.get("has_aux"),
+                wrt=settings.get("wrt"),
+            )
+        step = self.train_step(
+            loss_fn, self.optimizer(tx, model_or_params, order=order), **settings
+        )
+        return step, step.init(model_or_params, model_state=model_state, rng=rng)
 
     def describe(
         self,

@@ -14,20 +14,20 @@ class CNN(nnx.Module):
     """Two convolutions with batch norm and two dense layers."""
 
     def __init__(self, rngs):
-        self.layer1 = nnx.Conv(1, 16, (3, 3), rngs=rngs)
-        self.layer2 = nnx.BatchNorm(16, momentum=0.9, rngs=rngs)
-        self.layer3 = nnx.Conv(16, 32, (3, 3), rngs=rngs)
-        self.layer4 = nnx.BatchNorm(32, momentum=0.9, rngs=rngs)
-        self.layer5 = nnx.Linear(2 * 2 * 32, 64, rngs=rngs)
-        self.layer6 = nnx.Linear(64, 10, rngs=rngs)
+        self.conv1 = nnx.Conv(1, 16, (3, 3), rngs=rngs)
+        self.norm1 = nnx.BatchNorm(16, momentum=0.9, rngs=rngs)
+        self.conv2 = nnx.Conv(16, 32, (3, 3), rngs=rngs)
+        self.norm2 = nnx.BatchNorm(32, momentum=0.9, rngs=rngs)
+        self.dense = nnx.Linear(2 * 2 * 32, 64, rngs=rngs)
+        self.head = nnx.Linear(64, 10, rngs=rngs)
 
     def __call__(self, x):
-        x = nnx.relu(self.layer2(self.layer1(x)))
+        x = nnx.relu(self.norm1(self.conv1(x)))
         x = nnx.avg_pool(x, (2, 2), strides=(2, 2))
-        x = nnx.relu(self.layer4(self.layer3(x)))
+        x = nnx.relu(self.norm2(self.conv2(x)))
         x = nnx.avg_pool(x, (2, 2), strides=(2, 2))
-        x = nnx.relu(self.layer5(x.reshape(x.shape[0], -1)))
-        return self.layer6(x)
+        x = nnx.relu(self.dense(x.reshape(x.shape[0], -1)))
+        return self.head(x)
 
 
 def load_data():
@@ -62,13 +62,11 @@ def train(epochs=EPOCHS, seed=0):
     train_data, test_data = load_data()
     rng = np.random.default_rng(seed)
     model = CNN(nnx.Rngs(seed))
-    tx = optax.sgd(0.05, momentum=0.9)
     boost = boostax.AutoBoost("O1", {"grad_freeze": {"param_groups": 3, "total_steps": 296}})
-    train_step = boost.train_step(loss_fn, boost.optimizer(tx, model))
-    state = train_step.init(model)
+    step, state = boost.start(loss_fn, optax.sgd(0.05, momentum=0.9), model, train_data)
     for epoch in range(epochs):
         for batch in batches(train_data, rng):
-            state, metrics = train_step(state, batch)
+            state, metrics = step(state, batch)
         accuracy = float(evaluate(state.merge(model), test_data))
         print(f"epoch {epoch + 1}: loss {float(metrics['loss']):.3f}, accuracy {accuracy:.3f}")
     return accuracy
