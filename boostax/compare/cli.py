@@ -68,6 +68,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="throw away the finished runs in the folder instead of taking them up",
     )
+    parser.add_argument(
+        "--tensorboard",
+        action="store_true",
+        help="also write the curves as TensorBoard runs, into DIR/tensorboard",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -92,6 +97,8 @@ def _run(args: argparse.Namespace) -> int:
         raise UsageError("--levels goes with --configs, one level for all or one each")
     for module in ("rich", "matplotlib"):  # before minutes of training, not after
         require(module, "demo")
+    if args.tensorboard:
+        require("tensorboardX", "tensorboard")
 
     # JAX and the rest are imported only now, so that a wrong argument is told at once.
     from boostax.compare import digits
@@ -136,6 +143,10 @@ def _run(args: argparse.Namespace) -> int:
             return 130
     results = summarise(plan, runs, builds, _command_line())
     written = write_report(store.folder, results, runs)
+    if args.tensorboard:
+        from boostax.compare.tensorboard import write_events
+
+        write_events(store.folder / "tensorboard", runs)
     display.console.print(terminal_table(results))
     print(f"Report: {written[0]}")
     return 0

@@ -204,7 +204,7 @@ def compiled_costs(
       indices: the freeze index of every call of the run.
     """
     flops, memory = {}, []
-    freezes = step._on_host  # one compiled variant for each freeze index
+    freezes = step.dispatches_on_host  # one compiled variant for each freeze index
     for index in sorted(set(indices)) if freezes else [None]:
         program = step.lower(state, batch, index=index).compile()
         costs: Any = program.cost_analysis()

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tensorboardX.proto.event_pb2 import Event
 
 from boostax.compare import Task, UsageError
 from boostax.compare.arms import Arm, load_arms
@@ -19,6 +20,7 @@ from boostax.compare.results import summarise
 from boostax.compare.runner import Plan, compare, run_order
 from boostax.compare.storage import RunStore
 from boostax.compare.task import parse_target
+from boostax.compare.tensorboard import write_events
 
 TASK = """
 import jax, jax.numpy as jnp, numpy as np, optax
@@ -202,6 +204,44 @@ def test_a_missing_extra_is_named_before_the_training(folder, capsys, monkeypatc
     assert f"{package!r}, which is not installed" in (told := capsys.readouterr().err)
     assert "boostax[demo]" in told
     assert not (folder / "out").exists()
+
+
+def test_tensorboard_runs_hold_the_curves(tmp_path):
+    run = {
+        "seed": 3,
+        "loss": [2.0, 1.0],
+        "step_seconds": [0.5, 0.25],
+        "evaluations": [{"step": 2, "metrics": {"accuracy": 0.75}}],
+    }
+    for _ in range(2):  # the second call replaces what the first wrote
+        write_events(tmp_path, {"plain": [run]})
+    (events,) = (tmp_path / "plain" / "seed-3").iterdir()
+    found = []
+    for record in record_loader(events):
+        for value in record.summary.value:
+            found.append((value.tag, record.step, value.simple_value))
+    assert sorted(found) == [
+        ("eval/accuracy", 2, 0.75),
+        ("loss", 1, 2.0),
+        ("loss", 2, 1.0),
+        ("seconds", 1, 0.5),
+        ("seconds", 2, 0.75),
+    ]
+
+
+def record_loader(path):
+    """Read an event file: each record is its length, a checksum, the data and a checksum."""
+    data = path.read_bytes()
+    while data:
+        size = int.from_bytes(data[:8], "little")
+        yield Event.FromString(data[12 : 12 + size])
+        data = data[16 + size :]
+
+
+def test_a_missing_tensorboard_extra_is_named(folder, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    assert command(folder, "--tensorboard") == 2
+    assert "boostax[tensorboard]" in capsys.readouterr().err
 
 
 def test_levels_of_the_command_line_win(folder):
