@@ -15,12 +15,11 @@ from tests.common.settings import ROWS
 @for_rows("plain", ROWS)
 def test_plain(row):
     run = harness.recorded(row)
-    step = run.program.step
-    carry = run.program.init()
-    for t in range(row.cycle):
+    # The first and the last step of a cycle: without jit a step takes a second.
+    for t in {0, row.cycle - 1}:
         # Eager cond and switch compile anew at each call, so that only one step affords them.
         with jax.disable_jit(run.program.compiled or t < row.cycle - 1):
-            carry, out = step(carry, run.batches[t])
+            carry, out = run.program.step(harness.fresh(run.carries[t]), run.batches[t])
         harness.assert_close(carry, run.carries[t + 1], f"state after step {t}", row.rtol)
         harness.assert_close(out, run.outs[t], f"output of step {t}", row.rtol)
 
