@@ -175,6 +175,13 @@ class StepFunction:
             )
         return new_state, {**shown, **aux.metrics}
 
+    def gives_weight(self, state: TrainState, batch: Any) -> bool:
+        """Trace the loss, and say whether it gives a weight, which may then be 0."""
+        jax.eval_shape(
+            lambda s, b: self._loss(s.params, s.model_state, b, self._rng(s))[0], state, batch
+        )
+        return self._gives_weight
+
     def _prepared(self, loss: CanonicalLoss) -> CanonicalLoss:
         """Note whether the loss gives a weight, and complete the model state it returns."""
 

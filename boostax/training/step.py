@@ -208,6 +208,8 @@ class TrainStep:
         self._donate = donate
         self._nnx: Any = None
         self._key_impl: str | None = None
+        # Whether the loss gives a weight; None until it has been traced.
+        self._weighted: bool | None = None
         self._compiled: dict[int | None, Any] = {}
         self._on_host = (
             settings.freezing is not None and dispatch == "host" and settings.fixed_windows
@@ -293,7 +295,10 @@ class TrainStep:
             return self._function()(state, batch, extra, None)
         position = self._position(state)
         index = self.settings.freezing.index_at(position.windows) if self._on_host else None
-        new_state, metrics = self._jitted(index)(state, batch, extra)
+        passed = self._without_idle_counter(state, batch)
+        new_state, metrics = self._jitted(index)(passed, batch, extra)
+        if passed is not state:
+            new_state = new_state.replace(skipped=state.skipped)
         self._last = weakref.ref(new_state), position.next(self.settings.window_every)
         return new_state, metrics
 
@@ -318,7 +323,7 @@ class TrainStep:
         self, state: TrainState, batch: Any, *, index: int | None = None, **extra: Any
     ) -> Any:
         """Lower one variant (``index``: a freeze index, or None for the one that switches inside)."""
-        return self._jitted(index).lower(state, batch, extra)
+        return self._jitted(index).lower(self._without_idle_counter(state, batch), batch, extra)
 
     def canonical(self) -> CanonicalLoss:
         """Return the loss as ``(params, model_state, batch, rng) -> (loss, LossAux)``."""
@@ -360,6 +365,18 @@ class TrainStep:
             function = functools.partial(_call, self._function(), index)
             self._compiled[index] = jax.jit(function, donate_argnums=(0,) if self._donate else ())
         return self._compiled[index]
+
+    def _without_idle_counter(self, state: TrainState, batch: Any) -> TrainState:
+        """Leave ``skipped`` out of the compiled step where no call can be skipped.
+
+        ``init`` can't tell that of a loss with a LossAux, which may give a weight or not; a counter
+        that only passes through would still be read and written.
+        """
+        if state.skipped is None or self.settings.skip_nonfinite:
+            return state
+        if self._weighted is None:
+            self._weighted = self._function().gives_weight(state, batch)
+        return state if self._weighted else state.replace(skipped=None)
 
     def _position(self, state: TrainState) -> _Position:
         if self._last is not None and self._last[0]() is state:

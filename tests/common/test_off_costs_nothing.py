@@ -1,9 +1,7 @@
 """A train step with everything off costs what the same step written by hand costs, exactly.
 
 The hand-written step keeps a state like ``flax.training.train_state.TrainState``, with a step
-counter, and reports the same metrics. Costs are the compiler's own count. A loss that returns a
-``LossAux`` may give a weight of 0, which skips the call: its state has a counter for that, and so
-has the one written by hand.
+counter, and reports the same metrics. Costs are the compiler's own count.
 """
 
 from __future__ import annotations
@@ -33,7 +31,6 @@ class HandState(flax.struct.PyTreeNode):
     params: Any
     opt_state: Any
     model_state: Any = None
-    skipped: Any = None
 
 
 def _hand_metrics(names, loss, grads, step):
@@ -59,9 +56,8 @@ def _hand_step(loss, tx, names):
         )
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        new = HandState(state.step + 1, params, opt_state, model_state, state.skipped)
-        count = new.step if new.skipped is None else new.step - new.skipped
-        return new, _hand_metrics(names, value, grads, count)
+        new = HandState(state.step + 1, params, opt_state, model_state)
+        return new, _hand_metrics(names, value, grads, new.step)
 
     return jax.jit(step, donate_argnums=0)
 
@@ -82,7 +78,7 @@ def _linen(tx, names):
         value, aux = linen_net.loss(params, batch, model_state=model_state)
         return value, aux.model_state
 
-    state = HandState(jnp.int32(0), params, tx.init(params), stats, jnp.int32(0))
+    state = HandState(jnp.int32(0), params, tx.init(params), stats)
     return step, step.init(params, model_state=stats), _hand_step(loss, tx, names), state
 
 
