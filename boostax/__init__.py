@@ -60,7 +60,7 @@ _HOME = {
 }
 
 __version__ = "0.1.0"
-__all__ = list(_HOME)
+__all__ = list(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

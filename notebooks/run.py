@@ -34,9 +34,7 @@ def run(path: pathlib.Path, limit: int = 300) -> None:
 
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
-    stored = [
-        i for i, c in enumerate(notebook.cells) if c.cell_type == "code" and c.get("outputs")
-    ]
+    stored = [i for i, c in enumerate(notebook.cells) if c.cell_type == "code" and c.get("outputs")]
     if stored:
         raise ValueError(f"{path.name}: cells {stored} hold outputs; clear them before committing")
     client = NotebookClient(

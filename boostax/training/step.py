@@ -389,7 +389,7 @@ class TrainStep:
         from boostax.updates.accumulate import AccumulateState
         from boostax.updates.freeze import FreezeState
 
-        frozen = find_state(state.opt_state, FreezeState)
+        frozen: Any = find_state(state.opt_state, FreezeState)  # the check above found it
         window = find_state(state.opt_state, AccumulateState)
         return _Position(int(frozen.count), 0 if window is None else int(window.position))
 

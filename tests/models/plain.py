@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ def init(dtype: Any = jnp.float32) -> dict[str, Any]:
             "kernel": jnp.asarray((rng.normal(size=(a, b)) / np.sqrt(a)).astype(dtype)),
             "bias": jnp.asarray((0.1 * rng.normal(size=(b,))).astype(dtype)),
         }
-        for i, (a, b) in enumerate(zip(SIZES[:-1], SIZES[1:], strict=True))
+        for i, (a, b) in enumerate(itertools.pairwise(SIZES))
     }
 
 
