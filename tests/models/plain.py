@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 from typing import Any
-import itertools
-
 
 import jax
 import jax.numpy as jnp
