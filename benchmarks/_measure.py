@@ -27,6 +27,7 @@ def interleaved(
     repeats: int = 7,
     warmup: int = 1,
     number: int = 1,
+    alternate: bool = False,
 ) -> Results:
     """Time callables in turn; each call's result is waited for.
 
@@ -35,6 +36,8 @@ def interleaved(
       repeats: rounds that count.
       warmup: rounds before them that don't (compilation happens here).
       number: calls per candidate and round; times are per call.
+      alternate: take turns after every call instead of after ``number`` calls: for long rounds,
+        during which the machine's speed changes.
 
     Returns:
       ``{name: {"cpu": [seconds, ...], "wall": [seconds, ...]}}``, one entry a round.
@@ -43,15 +46,20 @@ def interleaved(
         raise ValueError(f"repeats and number must be at least 1, got {repeats} and {number}")
     results: Results = {name: {"cpu": [], "wall": []} for name in candidates}
     names = list(candidates)
+    turns, calls = (number, 1) if alternate else (1, number)
     for round_ in range(warmup + repeats):
-        # The order rotates, so that nobody is always the one after the heaviest.
-        shift = round_ % len(names)
-        for name in names[shift:] + names[:shift]:
-            cpu, wall = time.process_time(), time.perf_counter()
-            for _ in range(number):
-                jax.block_until_ready(candidates[name]())
-            cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-            if round_ >= warmup:
+        spent = {name: [0.0, 0.0] for name in names}
+        for turn in range(turns):
+            # The order rotates, so that nobody is always the one after the heaviest.
+            shift = (round_ + turn) % len(names)
+            for name in names[shift:] + names[:shift]:
+                cpu, wall = time.process_time(), time.perf_counter()
+                for _ in range(calls):
+                    jax.block_until_ready(candidates[name]())
+                spent[name][0] += time.process_time() - cpu
+                spent[name][1] += time.perf_counter() - wall
+        if round_ >= warmup:
+            for name, (cpu, wall) in spent.items():
                 results[name]["cpu"].append(cpu / number)
                 results[name]["wall"].append(wall / number)
     return results

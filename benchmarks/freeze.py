@@ -92,10 +92,12 @@ def measure(name: str, task: Task, repeats: int, number: int, windows: int) -> d
             "interval", groups, full_fraction=share, total_steps=windows, seed=0
         )
         rounds = repeats + 2
-        run = Run(task, boostax.Freezing(groups, np.tile(once, rounds)), windows)
+        run = Run(task, boostax.Freezing(groups, np.tile(once, rounds)), 1)
         label = f"interval, {100 * np.mean(once > 0):.0f} % of the steps frozen"
-        base = Run(task, None, windows)
-        times_s = interleaved({"plain": base, label: run}, repeats=repeats, warmup=1)
+        base = Run(task, None, 1)
+        times_s = interleaved(
+            {"plain": base, label: run}, repeats=repeats, warmup=1, number=windows, alternate=True
+        )
         labels = list(runs)
         flops = float(np.mean([costs[labels[i]]["flops"] / costs["plain"]["flops"] for i in once]))
         time = statistics.median(ratios(times_s, label, "plain"))
