@@ -28,6 +28,14 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("boostax")
 
 
+def pytest_collection_modifyitems(items):
+    """With pytest-xdist, let one worker run what shares compiled steps: a row, or a file."""
+    for item in items:
+        row = getattr(getattr(item, "callspec", None), "params", {}).get("row")
+        group = getattr(row, "name", None) or item.path.name
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture
 def reference():
     """Load a file of reference values: ``reference("c_gradient_accumulation")["k3_w0_0"]``."""
