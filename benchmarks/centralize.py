@@ -45,7 +45,7 @@ class CNN(nn.Module):
         return nn.Dense(10)(x)
 
 
-RATES = {"sgd": (0.1, 0.2, 0.4), "adam": (0.003, 0.01, 0.03)}
+RATES = {"sgd": (0.1, 0.2, 0.4), "adam": (0.001, 0.003, 0.01, 0.03)}
 
 
 def optimizer(name: str, rate: float) -> optax.GradientTransformation:
