@@ -3,7 +3,7 @@
     python benchmarks/centralize.py
 
 Four arms: SGD with momentum, plain and centralized on the gradient; Adam, plain and centralized on
-the update, each at three learning rates. Prints accuracy and loss over paired seeds, at the same
+the update, each at several learning rates. Prints accuracy and loss over paired seeds, at the same
 rate and between the best rates of both (by mean loss): the mean difference to the plain arm with
 its standard error. Then FLOPs and CPU time of a step. Takes about three minutes on two cores.
 """
