@@ -14,7 +14,7 @@ import jax
 
 from boostax.compare.arms import Arm, BuiltArm, build_arm
 from boostax.compare.measure import compilations, evaluate, run_arm, start_of, take_batches
-from boostax.compare.storage import RunStore
+from boostax.compare.storage import RunStore, check_names
 from boostax.compare.task import Target, Task, UsageError
 from boostax.errors import did_you_mean
 
@@ -116,6 +116,7 @@ def compare(
       UsageError: the task, a config or what is on disk does not fit.
     """
     watcher = watcher or Watcher()
+    check_names([arm.name for arm in plan.arms])
     done = {}
     for seed, arm in run_order(plan.arms, plan.seeds):
         run = store.load(arm.name, seed, plan.settings(arm))

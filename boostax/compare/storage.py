@@ -13,7 +13,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from boostax.compare.task import UsageError
@@ -71,8 +71,34 @@ def write_bytes(path: pathlib.Path, content: bytes) -> None:
 
 
 def slug(name: str) -> str:
-    """Return an arm's name as a part of a file name."""
-    return re.sub(r"[^A-Za-z0-9_.-]+", "_", name).strip(".") or "arm"
+    """Return an arm's name as a part of a file name; another name gives another part.
+
+    Example:
+      >>> slug("plain"), slug("a b"), slug("a?b")
+      ('plain', 'a_b-c8687a08', 'a_b-c2a7b64a')
+    """
+    plain = re.sub(r"[^A-Za-z0-9_.-]+", "_", name)[:80].strip(".") or "arm"
+    if plain == name:
+        return plain
+    # Many names come to the same letters, so the rest is told by a digest.
+    return f"{plain}-{hashlib.sha256(name.encode(errors='surrogatepass')).hexdigest()[:8]}"
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Check that no two arms share a file, on file systems that ignore case too.
+
+    Raises:
+      UsageError: two do; the message names both.
+    """
+    taken: dict[str, str] = {}
+    for name in names:
+        key = slug(name).casefold()
+        if key in taken:
+            raise UsageError(
+                f"arms {taken[key]!r} and {name!r} would share their files; give one a name of its own "
+                'in its file: {"compare": {"name": "..."}}'
+            )
+        taken[key] = name
 
 
 class RunStore:

@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from boostax.compare.storage import slug
 from boostax.errors import require
 
 __all__ = ["write_events"]
@@ -13,6 +14,8 @@ __all__ = ["write_events"]
 
 def write_events(folder: pathlib.Path, runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     """Write one TensorBoard run for each arm and seed: ``folder/ARM/seed-N``.
+
+    ARM is the arm's name as in its run files, so that no name leads out of the folder.
 
     Scalars are ``loss`` and ``seconds`` (step time so far) at every step, and ``eval/NAME`` for
     every metric of an evaluation. Event files of an earlier call in the same folders go away.
@@ -27,7 +30,7 @@ def write_events(folder: pathlib.Path, runs: Mapping[str, Sequence[Mapping[str, 
     writer_of = require("tensorboardX", "tensorboard").SummaryWriter
     for arm, records in runs.items():
         for record in records:
-            place = folder / arm / f"seed-{record['seed']}"
+            place = folder / slug(arm) / f"seed-{record['seed']}"
             for old in place.glob("events.out.tfevents.*"):
                 old.unlink()
             with writer_of(str(place)) as writer:

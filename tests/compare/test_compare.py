@@ -229,6 +229,25 @@ def test_tensorboard_runs_hold_the_curves(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("name", ["../../escaped", "{parent}/absolute", ".."])
+def test_no_arm_name_leads_tensorboard_runs_out_of_the_folder(tmp_path, name):
+    run = {"seed": 0, "loss": [1.0], "step_seconds": [0.5], "evaluations": []}
+    name = name.format(parent=tmp_path)
+    folder = tmp_path / "out" / "tensorboard"
+    write_events(folder, {name: [run]})
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["tensorboard"]
+    assert len(list(folder.glob("*/seed-0/events.out.tfevents.*"))) == 1
+
+
+def test_arms_whose_names_are_not_ascii_keep_their_runs_apart(folder, no_plots):
+    for name in ("普通", "加速"):
+        (folder / f"{name}.json").write_text("{}", encoding="utf-8")
+    assert command(folder, "--seeds", "1", configs=("普通.json", "加速.json")) == 0
+    assert len(list((folder / "out" / "runs").iterdir())) == 2
+    assert command(folder, "--seeds", "1", configs=("普通.json", "加速.json")) == 0
+
+
 def record_loader(path):
     """Read an event file: each record is its length, a checksum, the data and a checksum."""
     data = path.read_bytes()

@@ -7,7 +7,7 @@ import os
 import numpy as np
 import pytest
 
-from boostax.compare.storage import RunStore, fingerprint, plain_json, write_json
+from boostax.compare.storage import RunStore, check_names, fingerprint, plain_json, slug, write_json
 from boostax.compare.task import UsageError
 
 SETTINGS = {"task": "t", "config": {"a": 1}, "steps": 10}
@@ -95,7 +95,7 @@ def test_other_settings_are_refused_and_named(tmp_path):
 
 def test_a_file_under_another_runs_name_is_refused(tmp_path):
     store = RunStore(tmp_path)
-    store.save(run_of("a b"))
+    store.save(run_of("a b")).rename(store.path("a_b", 0))
     with pytest.raises(UsageError, match="holds the run of arm 'a b'"):
         store.load("a_b", 0, SETTINGS)
 
@@ -110,3 +110,25 @@ def test_foreign_results_are_not_overwritten(tmp_path):
     (tmp_path / "results.json").write_text('{"mine": 1}')
     with pytest.raises(UsageError, match=r"results\.json is not of boostax compare"):
         RunStore(tmp_path)
+
+
+def test_names_that_come_to_the_same_letters_have_files_of_their_own(tmp_path):
+    names = ["普通", "加速", "a b", "a_b", "a?b", "../../escaped", "/tmp/x", "..", ".", "x" * 400]
+    assert slug("plain") == "plain"
+    assert slug("a b") == "a_b-c8687a08"
+    store = RunStore(tmp_path)
+    files = [store.save(run_of(name)) for name in names]
+    assert len(set(files)) == len(names)
+    assert {f.parent for f in files} == {store.runs}
+    for name in names:
+        run = store.load(name, 0, SETTINGS)
+        assert run is not None
+        assert run["arm"] == name
+    check_names(names)
+
+
+def test_arms_that_would_share_a_file_are_refused():
+    with pytest.raises(UsageError, match="arms 'O1' and 'o1' would share their files"):
+        check_names(["O1", "plain", "o1"])
+    with pytest.raises(UsageError, match="arms 'ab' and 'ab'"):
+        check_names(["ab", "ab"])
