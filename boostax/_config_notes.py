@@ -47,7 +47,7 @@ def notes(
         if key in config.given("common")
     ]
     if "grad_accumulation" in resolution.enabled:
-        if config.every == 1 and config.grad_accumulation.microbatch == 1:
+        if not config.has_window and config.grad_accumulation.microbatch == 1:
             notes.append(
                 "grad_accumulation is on with every = 1 and microbatch = 1, which changes nothing; "
                 "set one of them"

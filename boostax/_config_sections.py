@@ -39,6 +39,12 @@ class Pairs:
     pairs: tuple[tuple[Any, Any], ...]
 
 
+def _function(value: Callable[..., Any]) -> Callable[..., Any]:
+    if isinstance(value, type):  # int(5) and the like would be called without complaint
+        raise ValueError("a class is no function")
+    return value
+
+
 Flag = Annotated[bool, Allowed("true or false")]
 Count = Annotated[int, Field(ge=1, le=_INT32), Allowed(f"an integer from 1 to {_INT32}")]
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1), Allowed(f"an integer from 0 to {2**32 - 1}")]
@@ -47,9 +53,10 @@ OpenFraction = Annotated[float, Field(gt=0, lt=1), Allowed("a number above 0 and
 NotNegative = Annotated[float, Field(ge=0), Allowed("a number of at least 0")]
 Positive = Annotated[float, Field(gt=0), Allowed("a number above 0")]
 Every = Annotated[
-    Count | SkipJsonSchema[Callable[..., Any]],
+    Count | SkipJsonSchema[Annotated[Callable[..., Any], pydantic.AfterValidator(_function)]],
     _EVERY,
 ]
+Pattern = Annotated[str, Field(min_length=1)]
 OptionalPath = Annotated[str | None, Allowed("text (a path) or null")]
 OptionalPositive = Annotated[Positive | None, Allowed("a number above 0")]
 
@@ -159,7 +166,8 @@ class GradFreeze(Section):
         description="Groups of equally many layers, or of about equally many parameters.",
     )
     patterns: Annotated[
-        tuple[str, ...] | None, Allowed("a list of path patterns, one a segment, in forward order")
+        Annotated[tuple[Pattern, ...], Field(min_length=1)] | None,
+        Allowed("a list of path patterns, one a segment, in forward order"),
     ] = Field(default=None, description="Path patterns of the segments; instead of param_groups.")
 
     @property
@@ -188,8 +196,13 @@ class GradAccumulation(Section):
         default="mean", description="How a window's gradients are combined."
     )
     nonfinite: Annotated[
-        Literal["skip_micro", "skip_window", "off"], _one_of("skip_micro", "skip_window", "off")
-    ] = Field(default="skip_micro", description="What a NaN or inf in a micro-batch does.")
+        Literal["skip_micro", "skip_window", "off"] | None,
+        _one_of("skip_micro", "skip_window", "off"),
+    ] = Field(
+        default=None,
+        description="What a NaN or inf in a micro-batch does; a value here holds at every = 1 as "
+        "well. Default: skip_micro where every is not 1.",
+    )
     microbatch: Count = Field(
         default=1, description="Micro-batches that one call splits its batch into."
     )
@@ -218,6 +231,7 @@ class Centralize(Section):
         pydantic.WithJsonSchema(
             {
                 "type": "object",
+                "propertyNames": {"minLength": 1},
                 "additionalProperties": {
                     "anyOf": [
                         {"type": "integer"},
@@ -238,6 +252,8 @@ class Centralize(Section):
         if not isinstance(value, dict):
             return value
         axes = {k: v if isinstance(v, tuple) else (v,) for k, v in value.items()}
+        if not all(isinstance(path, str) and path for path in axes):
+            raise ValueError("path patterns are text")
         if not all(type(axis) is int for group in axes.values() for axis in group):
             raise ValueError("axes are integers")
         return Pairs(tuple(axes.items()))

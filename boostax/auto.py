@@ -156,7 +156,7 @@ class AutoBoost:
                 inner,
                 self.config.every,
                 reduce=section.reduce,
-                nonfinite=section.nonfinite,
+                nonfinite=section.nonfinite or "skip_micro",
                 average_extra=("value",) if needs_value else (),
             )
         return _info.with_plain(inner, base)

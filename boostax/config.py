@@ -82,7 +82,7 @@ class BoostConfig(pydantic.BaseModel):
     compare: Compare = Compare()
     optimizer: SkipJsonSchema[Named | None] = None
 
-    def __init__(self, **sections: Any) -> None:
+    def __init__(self, /, **sections: Any) -> None:
         super().__init__(**_checked(sections))
 
     @property
@@ -98,7 +98,7 @@ class BoostConfig(pydantic.BaseModel):
     @property
     def has_window(self) -> bool:
         """Whether grad_accumulation spans several calls, or its nonfinite policy is asked for."""
-        return self.every != 1 or "nonfinite" in self.given("grad_accumulation")
+        return self.every != 1 or self.grad_accumulation.nonfinite is not None
 
     def given(self, section: str) -> frozenset[str]:
         """Return the keys of a section that were given rather than defaulted."""

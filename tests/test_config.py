@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import boostax
+from boostax import _info
 from boostax._config_catalogue import catalogue
 from boostax._config_schema import json_schema
 from boostax._config_sections import NULLABLE, SECTIONS
@@ -541,3 +542,64 @@ def test_the_docs_list_every_key_with_its_default():
             nothing = "`null`" if (section, key) in NULLABLE else "not set"
             assert (nothing if default is None else f"`{json.dumps(default)}`") in row
             assert field.description in row
+
+
+# Equal configs mean the same training
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"microbatch": 4},
+        {"every": 1},
+        {"every": 3},
+        {"grad_accumulation_step": 2, "nonfinite": "off"},
+        {"nonfinite": "skip_micro"},
+        {"nonfinite": "skip_window", "every": 1},
+    ],
+)
+def test_equal_configs_build_the_same_chain(section):
+    config = load_config(
+        {"boost": {"mode": "manual", "grad_accumulation": True}, "grad_accumulation": section}
+    )
+    again = load_config(config.to_dict())
+    assert config == again
+    windowed = section.get("every", section.get("grad_accumulation_step", 1)) != 1
+    assert config.has_window == again.has_window == (windowed or "nonfinite" in section)
+    built = []
+    for one in (config, again, load_config(config.to_dict(defaults=False))):
+        boost = boostax.AutoBoost("O0", one)
+        parts = [(i.name, dict(i.settings)) for i in _info.walk(boost.optimizer(optax.sgd(0.1)))]
+        assert ("accumulate" in [name for name, _ in parts]) == config.has_window
+        built.append((parts, boost.describe().order, boost.resolution))
+    assert built[0][0] == built[1][0] == built[2][0]
+    assert built[0][1] == built[1][1] == built[2][1]
+    assert built[0][2].decisions == built[1][2].decisions
+    if config.has_window:
+        assert built[0][0][0][1]["nonfinite"] == section.get("nonfinite", "skip_micro")
+
+
+# Every fault is told when the config is read
+
+
+@pytest.mark.parametrize("name", ["self", "cls", "config", "raw", "sections", "model_config"])
+def test_any_name_of_a_section_is_a_fault_and_no_traceback(name):
+    refused({name: 1}, "1 fault", f"- {name}: unknown section")
+    with pytest.raises(ConfigError, match=f"{name}: unknown section"):
+        BoostConfig(**{name: 1})
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("centralize", "axes", {3: 0}),
+        ("centralize", "axes", {"": 0}),
+        ("centralize", "axes", {"*/kernel": True}),
+        ("grad_freeze", "patterns", []),
+        ("grad_freeze", "patterns", ["a/*", ""]),
+        ("grad_accumulation", "every", int),
+        ("common", "grad_accumulation_step", float),
+    ],
+)
+def test_values_that_would_fail_later_are_refused(section, key, value):
+    refused({section: {key: value}}, f"{section}.{key}: got")
