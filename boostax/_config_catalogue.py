@@ -64,6 +64,29 @@ def accepts(kind: str, name: str) -> dict[str, frozenset[str]]:
     return result
 
 
+@functools.cache
+def limits(kind: str, name: str, argument: str) -> dict[str, float]:
+    """Return the range of a number, by the keywords of JSON Schema; empty where optax judges."""
+    default = inspect.signature(catalogue(kind)[name]).parameters[argument].default
+    if argument in _FRACTIONS and kind != "schedule":
+        # Some parts of optax have a decay of 1, a sum without forgetting, as their default.
+        top = "maximum" if default == 1 else "exclusiveMaximum"
+        return {"minimum": 0, top: 1}
+    if argument in (_RATES if kind == "schedule" else _NOT_NEGATIVE):
+        return {"minimum": 0}
+    return {}
+
+
+# Weights of what was before, in optimizers and transformations.
+_FRACTIONS = frozenset({"momentum", "decay", "b1", "b2", "b3", "adam_b1", "adam_b2"})
+_NOT_NEGATIVE = frozenset(
+    {"learning_rate", "adam_learning_rate", "max_learning_rate", "weight_decay"}
+    | {"adam_weight_decay", "weight_decay_rate", "eps", "eps_root", "adam_eps_root"}
+)
+# A schedule's values, and the factors on them.
+_RATES = frozenset({"init_value", "peak_value", "end_value", "value", "alpha", "decay_rate"})
+
+
 def _accepted(argument: str, hint: Any, default: Any) -> frozenset[str]:
     text = str(hint)
     words = {"null"} if default is None or "None" in text or "Optional" in text else set()

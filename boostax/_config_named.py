@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from boostax._config_catalogue import accepts, catalogue
-from boostax._config_sections import Pairs
+from boostax._config_catalogue import accepts, catalogue, limits
+from boostax._config_sections import INT32, Pairs
 from boostax.errors import did_you_mean
 
 
@@ -101,11 +102,11 @@ _WORDS = {
     "boolean": "true or false",
     "text": "text",
     "null": "null",
-    "dtype": "the name of a dtype",
+    "dtype": "the name of a float dtype",
     "schedule": "a schedule by name",
     "transformation": "an optimizer or transformation by name, or a list of them",
-    "mask": "a list of path patterns",
-    "steps": "an object from steps to factors",
+    "mask": "a list of path patterns, or an object of true and false like the parameters",
+    "steps": "an object from steps (whole numbers, each once) to factors of at least 0",
     "list": "a list of numbers",
     "schedules": "a list of schedules by name",
     "objects": "a list of objects with numbers",
@@ -148,7 +149,7 @@ def parse(raw: Any, path: str, kind: str) -> tuple[Named | None, list[Fault]]:
                 )
             )
             continue
-        arguments[key], found = _parse_value(value, here, takes[key])
+        arguments[key], found = _parse_value(value, here, takes[key], limits(kind, name, key))
         faults += found
     parameters = inspect.signature(known[name]).parameters
     for key, parameter in parameters.items():
@@ -168,7 +169,9 @@ def _allowed(words: frozenset[str]) -> str:
     return " or ".join(text for word, text in _WORDS.items() if word in words) or "a value"
 
 
-def _parse_value(value: Any, path: str, words: frozenset[str]) -> tuple[Any, list[Fault]]:
+def _parse_value(
+    value: Any, path: str, words: frozenset[str], limit: Mapping[str, float]
+) -> tuple[Any, list[Fault]]:
     bad = [Fault(path, f"got {show(value)}; allowed: {_allowed(words)}")]
     if value is None:
         return None, [] if "null" in words else bad
@@ -177,25 +180,45 @@ def _parse_value(value: Any, path: str, words: frozenset[str]) -> tuple[Any, lis
     if isinstance(value, (int, float)):
         if not _is_finite(value):
             return value, [Fault(path, f"got {show(value)}; allowed: a finite number")]
-        if path.endswith("learning_rate") and value < 0:
-            return value, [Fault(path, f"got {value}; allowed: a number of at least 0")]
-        return value, [] if "number" in words or (
-            "integer" in words and isinstance(value, int)
-        ) else bad
+        if not ("number" in words or ("integer" in words and isinstance(value, int))):
+            return value, bad
+        return value, _outside(value, path, limit)
     if isinstance(value, str):
         if "dtype" in words:
-            return value, [] if _is_dtype(value) else bad
+            name = _float_dtype(value)
+            return name, [] if name else bad
         return value, [] if "text" in words else bad
     if isinstance(value, Mapping):
         return _parse_object(value, path, words, bad)
     if type(value) is tuple:
         return _parse_list(value, path, words, bad)
-    # What JSON can't write. Arrays and dtypes are for optax to judge.
+    # What JSON can't write. Whatever is taken must be hashable and equal to itself.
+    if "dtype" in words:
+        name = _float_dtype(value)
+        return name, [] if name else bad
+    if isinstance(value, type) or not _is_hashable(value):
+        return None, bad
     if hasattr(value, "init") and hasattr(value, "update"):
         return value, [] if "transformation" in words else bad
-    if callable(value) and not isinstance(value, type):
+    if callable(value):
         return value, [] if words & {"schedule", "function", "transformation"} else bad
-    return value, []
+    return None, bad
+
+
+def _outside(value: float, path: str, limit: Mapping[str, float]) -> list[Fault]:
+    low, high = limit.get("minimum"), limit.get("maximum")
+    below = limit.get("exclusiveMaximum")
+    right = (
+        (low is None or value >= low)
+        and (high is None or value <= high)
+        and (below is None or value < below)
+    )
+    if right:
+        return []
+    words = [] if low is None else [f"of at least {low}"]
+    words += [] if high is None else [f"at most {high}"]
+    words += [] if below is None else [f"below {below}"]
+    return [Fault(path, f"got {show(value)}; allowed: a number {' and '.join(words)}")]
 
 
 def _parse_object(
@@ -206,18 +229,46 @@ def _parse_object(
     if "transformation" in words:
         return parse(value, path, "transformation")
     if "mask" in words:
-        return dict(value), []
+        tree = _mask_tree(value)
+        return tree, bad if tree is None else []
     if "steps" not in words:
-        return value, bad
-    try:
-        pairs = sorted((int(step), factor) for step, factor in value.items())
-    except (TypeError, ValueError):
-        return value, bad
-    right = all(
-        isinstance(f, (int, float)) and not isinstance(f, bool) and math.isfinite(f) and s >= 0
-        for s, f in pairs
+        return None, bad
+    pairs = {_step(step): factor for step, factor in value.items()}
+    right = len(pairs) == len(value) and all(
+        step is not None and _is_number(factor) and factor >= 0 for step, factor in pairs.items()
     )
-    return Pairs(tuple(pairs)), [] if right else bad
+    return (Pairs(tuple(sorted(pairs.items()))), []) if right else (None, bad)
+
+
+def _step(key: Any) -> int | None:
+    """Return a step given as an integer, or in JSON's keys as text; None for anything else."""
+    if isinstance(key, str) and re.fullmatch("0|[1-9][0-9]{0,9}", key):
+        key = int(key)
+    return key if type(key) is int and 0 <= key <= INT32 else None
+
+
+def _mask_tree(value: Mapping[Any, Any]) -> Pairs | None:
+    """Return a mask like the parameters as nested pairs, or None where a leaf is no boolean."""
+    pairs = []
+    for key, entry in value.items():
+        entry = _mask_tree(entry) if isinstance(entry, Mapping) else entry
+        if not isinstance(key, str) or not isinstance(entry, (bool, Pairs)):
+            return None
+        pairs.append((key, entry))
+    return Pairs(tuple(sorted(pairs, key=lambda pair: pair[0]))) if pairs else None
+
+
+def _objects(value: Sequence[Any], path: str) -> Any:
+    """Return a list of objects with numbers, as ``sgdr_schedule`` takes them."""
+    faults = [
+        Fault(f"{path}[{i}].{key}", f"got {show(entry)}; allowed: a number of at least 0")
+        for i, part in enumerate(value)
+        for key, entry in part.items()
+        if not isinstance(key, str) or not _is_number(entry) or entry < 0
+    ]
+    if faults:
+        return None, faults
+    return tuple(Pairs(tuple(sorted(part.items()))) for part in value), []
 
 
 def _parse_list(value: Sequence[Any], path: str, words: frozenset[str], bad: list[Fault]) -> Any:
@@ -228,9 +279,8 @@ def _parse_list(value: Sequence[Any], path: str, words: frozenset[str], bad: lis
             parsed = [parse(v, f"{path}[{i}]", kind) for i, v in enumerate(value)]
             return tuple(p for p, _ in parsed), [fault for _, faults in parsed for fault in faults]
     if "objects" in words and value and all(isinstance(v, Mapping) for v in value):
-        return tuple(Pairs(tuple(sorted(v.items()))) for v in value), []
-    numbers = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in value)
-    if "list" in words and numbers:
+        return _objects(value, path)
+    if "list" in words and all(_is_number(v) for v in value):
         return tuple(value), []
     return value, bad
 
@@ -257,7 +307,7 @@ def _build_value(argument: str, value: Any) -> Any:
     if isinstance(value, Named):
         return value.build()
     if isinstance(value, Pairs):
-        return dict(value.pairs)
+        return {key: _build_value(argument, entry) for key, entry in value.pairs}
     if isinstance(value, tuple) and value and all(isinstance(v, Named) for v in value):
         built = [v.build() for v in value]
         if argument == "schedules":
@@ -277,11 +327,24 @@ def _is_finite(value: float) -> bool:
         return False
 
 
-def _is_dtype(name: str) -> bool:
-    import jax.numpy as jnp
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and _is_finite(value)
 
+
+def _is_hashable(value: Any) -> bool:
     try:
-        jnp.dtype(name)
+        hash(value)
     except TypeError:
         return False
     return True
+
+
+def _float_dtype(value: Any) -> str | None:
+    """Return the name of a float dtype that was given by name, class or dtype; else None."""
+    import jax.numpy as jnp
+
+    try:
+        dtype = jnp.dtype(value)
+    except (TypeError, ValueError):
+        return None
+    return dtype.name if jnp.issubdtype(dtype, jnp.floating) else None

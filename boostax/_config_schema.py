@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from boostax._config_catalogue import accepts, catalogue
+from boostax._config_catalogue import accepts, catalogue, limits
 from boostax._config_sections import NULLABLE, SECTIONS
 
 __all__ = ["json_schema"]
@@ -24,10 +24,23 @@ _TYPES: dict[str, Any] = {
             {"type": "array", "items": {"$ref": "#/$defs/transformation"}, "minItems": 1},
         ]
     },
-    "mask": {"type": "array", "items": {"type": "string"}, "examples": [["*/kernel"]]},
-    "steps": {"type": "object", "additionalProperties": {"type": "number"}},
+    "mask": {
+        "anyOf": [
+            {"type": "array", "items": {"type": "string"}, "examples": [["*/kernel"]]},
+            {"$ref": "#/$defs/mask"},
+        ]
+    },
+    "steps": {
+        "type": "object",
+        "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"},
+        "additionalProperties": {"type": "number", "minimum": 0},
+    },
     "list": {"type": "array", "items": {"type": "number"}},
-    "objects": {"type": "array", "items": {"type": "object"}, "minItems": 1},
+    "objects": {
+        "type": "array",
+        "items": {"type": "object", "additionalProperties": {"type": "number", "minimum": 0}},
+        "minItems": 1,
+    },
     "function": None,  # JSON can't write one
 }
 
@@ -50,6 +63,11 @@ def json_schema() -> dict[str, Any]:
         schema["properties"][section].pop("default", None)
     for kind in ("schedule", "transformation", "optimizer"):
         definitions[kind] = _by_name(kind)
+    definitions["mask"] = {
+        "type": "object",
+        "minProperties": 1,
+        "additionalProperties": {"anyOf": [{"type": "boolean"}, {"$ref": "#/$defs/mask"}]},
+    }
     schema["properties"]["optimizer"] = {
         "$ref": "#/$defs/optimizer",
         "description": "The base optimizer: any of optax or optax.contrib by name, with its arguments.",
@@ -82,9 +100,17 @@ def _by_name(kind: str) -> dict[str, Any]:
     names = list(catalogue(kind))
     rules = []
     for name in names:
-        arguments = {key: _takes(words) for key, words in accepts(kind, name).items()}
+        arguments = {
+            key: _takes(words, limits(kind, name, key))
+            for key, words in accepts(kind, name).items()
+        }
         then = {"properties": {"name": True, **arguments}, "additionalProperties": False}
-        rules.append({"if": {"properties": {"name": {"const": name}}}, "then": then})
+        rules.append(
+            {
+                "if": {"required": ["name"], "properties": {"name": {"const": name}}},
+                "then": then,
+            }
+        )
     return {
         "type": "object",
         "required": ["name"],
@@ -93,8 +119,12 @@ def _by_name(kind: str) -> dict[str, Any]:
     }
 
 
-def _takes(words: frozenset[str]) -> Any:
-    options = [_TYPES[word] for word in sorted(words) if _TYPES[word] is not None]
+def _takes(words: frozenset[str], limit: dict[str, float]) -> Any:
+    options = [
+        {**_TYPES[word], **limit} if word in ("number", "integer") else _TYPES[word]
+        for word in sorted(words)
+        if _TYPES[word] is not None
+    ]
     if len(options) == 1:
         return options[0]
     return {"anyOf": options} if options else False

@@ -16,7 +16,7 @@ import pydantic
 from pydantic import Field
 from pydantic.json_schema import SkipJsonSchema
 
-_INT32 = 2**31 - 1
+INT32 = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ def _function(value: Callable[..., Any]) -> Callable[..., Any]:
 
 
 Flag = Annotated[bool, Allowed("true or false")]
-Count = Annotated[int, Field(ge=1, le=_INT32), Allowed(f"an integer from 1 to {_INT32}")]
+Count = Annotated[int, Field(ge=1, le=INT32), Allowed(f"an integer from 1 to {INT32}")]
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1), Allowed(f"an integer from 0 to {2**32 - 1}")]
 Fraction = Annotated[float, Field(ge=0, le=1), _FRACTION]
 OpenFraction = Annotated[float, Field(gt=0, lt=1), Allowed("a number above 0 and below 1")]

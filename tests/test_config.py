@@ -1,5 +1,6 @@
 """The config: defaults, strictness, files, optimizers by name, and the JSON Schema."""
 
+import inspect
 import json
 import os
 import pathlib
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 
 import boostax
 from boostax import _info
-from boostax._config_catalogue import catalogue
+from boostax._config_catalogue import catalogue, limits
+from boostax._config_named import _outside
 from boostax._config_schema import json_schema
 from boostax._config_sections import NULLABLE, SECTIONS
 from boostax.config import BoostConfig, load_config
@@ -603,3 +605,154 @@ def test_any_name_of_a_section_is_a_fault_and_no_traceback(name):
 )
 def test_values_that_would_fail_later_are_refused(section, key, value):
     refused({section: {key: value}}, f"{section}.{key}: got")
+
+
+ADAMW = {"name": "adamw", "learning_rate": 1e-3}
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        {"a": "False"},
+        {"a": 1},
+        {"a": {"kernel": True, "bias": None}},
+        {"a": {}},
+        {},
+        {3: True},
+        {"a": [True]},
+    ],
+)
+def test_a_mask_holds_only_booleans(mask):
+    refused({"optimizer": {**ADAMW, "mask": mask}}, "optimizer.mask: got", "true and false")
+
+
+def test_a_mask_like_the_parameters():
+    mask = {"a": {"kernel": True, "bias": np.bool_(False)}}
+    config = load_config({"optimizer": {**ADAMW, "mask": mask, "weight_decay": 0.5}})
+    turned = {"a": {"bias": False, "kernel": True}}
+    assert config == load_config({"optimizer": {**ADAMW, "mask": turned, "weight_decay": 0.5}})
+    assert hash(config) == hash(load_config(json.loads(json.dumps(config.to_dict()))))
+    assert config.to_dict()["optimizer"]["mask"] == turned
+    tx, params = config.optimizer.build(), {"a": {"kernel": jnp.ones(1), "bias": jnp.ones(1)}}
+    update, _ = tx.update(
+        {"a": {"kernel": jnp.zeros(1), "bias": jnp.zeros(1)}}, tx.init(params), params
+    )
+    # No gradient, so that only the decay is left: 1e-3 * 0.5 on the kernel.
+    np.testing.assert_allclose(update["a"]["kernel"], [-5e-4], rtol=1e-6)
+    np.testing.assert_array_equal(update["a"]["bias"], [0.0])
+
+
+def test_objects_of_a_schedule_hold_numbers_by_name():
+    def with_cycles(*cycles):
+        rate = {"name": "sgdr_schedule", "cosine_kwargs": list(cycles)}
+        return {"optimizer": {"name": "sgd", "learning_rate": rate}}
+
+    here = "optimizer.learning_rate.cosine_kwargs[0]"
+    refused(with_cycles({1: 2, "a": 3}), f"{here}.1: got")
+    refused(with_cycles({"init_value": "0"}), f'{here}.init_value: got "0" (text)')
+    refused(with_cycles({"init_value": -1.0}), f"{here}.init_value: got -1.0")
+
+
+@pytest.mark.parametrize("value", [int, b"1", np.ones(3), jnp.ones(3), object(), -1e-3, 1j])
+def test_what_is_no_learning_rate(value):
+    refused({"optimizer": {"name": "sgd", "learning_rate": value}}, "optimizer.learning_rate: got")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        ("b1", 2.0, "of at least 0 and below 1"),
+        ("b1", 1, "of at least 0 and below 1"),
+        ("b2", -0.1, "of at least 0 and below 1"),
+        ("eps", -1, "of at least 0"),
+        ("eps_root", -1, "of at least 0"),
+        ("weight_decay", -1e-4, "of at least 0"),
+        ("mu_dtype", "object", "a float dtype"),
+        ("mu_dtype", "U5", "a float dtype"),
+        ("mu_dtype", "int8", "a float dtype"),
+        ("mu_dtype", jnp.int8, "a float dtype"),
+        ("mu_dtype", int, "a float dtype"),
+        ("mu_dtype", np.ones(2), "a float dtype"),
+        ("mask", np.ones(2), "path patterns"),
+    ],
+)
+def test_ranges_of_an_optimizers_arguments(key, value, allowed):
+    refused({"optimizer": {**ADAMW, key: value}}, f"optimizer.{key}: got", allowed)
+
+
+def test_ranges_of_momentum_and_schedules():
+    sgd = {"name": "sgd", "learning_rate": 0.1}
+    refused({"optimizer": {**sgd, "momentum": -3}}, "optimizer.momentum: got -3")
+    refused({"optimizer": {**sgd, "momentum": 1.0}}, "optimizer.momentum: got 1.0")
+    assert load_config({"optimizer": {**sgd, "momentum": 0}}).optimizer.get("momentum") == 0
+    rate = {"name": "cosine_decay_schedule", "init_value": -1.0, "decay_steps": 4}
+    refused({"optimizer": {**sgd, "learning_rate": rate}}, "learning_rate.init_value: got -1.0")
+    rate = {"name": "constant_schedule", "value": -1.0}
+    refused({"optimizer": {**sgd, "learning_rate": rate}}, "learning_rate.value: got -1.0")
+
+
+@pytest.mark.parametrize("kind", ["optimizer", "transformation", "schedule"])
+def test_the_defaults_of_optax_are_within_the_ranges(kind):
+    seen = 0
+    for name, function in catalogue(kind).items():
+        for key, parameter in inspect.signature(function).parameters.items():
+            limit = limits(kind, name, key)
+            if limit and isinstance(parameter.default, (int, float)):
+                assert _outside(parameter.default, key, limit) == [], (name, key)
+                seen += 1
+    assert seen >= (100 if kind != "schedule" else 2)
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        {"10": 0.5, "010": 0.1, " 1_0 ": 0.3},
+        {"010": 0.5},
+        {" 10": 0.5},
+        {"1_0": 0.5},
+        {"-1": 0.5},
+        {"10": 0.5, 10: 0.5},
+        {10.0: 0.5},
+        {True: 0.5},
+        {"10": -0.5},
+        {"10": float("nan")},
+        {"9" * 5000: 0.5},
+    ],
+)
+def test_steps_are_whole_numbers_each_once(steps):
+    rate = {"name": "piecewise_constant_schedule", "init_value": 1, "boundaries_and_scales": steps}
+    refused(
+        {"optimizer": {"name": "sgd", "learning_rate": rate}},
+        "optimizer.learning_rate.boundaries_and_scales: got",
+    )
+
+
+def test_a_dtype_is_kept_by_name():
+    names = [
+        load_config({"optimizer": {**ADAMW, "mu_dtype": dtype}})
+        for dtype in ("bfloat16", jnp.bfloat16, jnp.dtype("bfloat16"))
+    ]
+    assert names[0] == names[1] == names[2]
+    assert names[1].to_dict()["optimizer"]["mu_dtype"] == "bfloat16"
+
+
+def test_the_schema_knows_ranges_masks_and_missing_names():
+    validator = pytest.importorskip(
+        "jsonschema", reason="comes with the docs extra (nbformat)"
+    ).Draft202012Validator(json_schema())
+    mask = {"a": {"kernel": True, "bias": False}}
+    assert validator.is_valid({"optimizer": {**ADAMW, "mask": mask, "b1": 0.9, "eps": 0}})
+    steps = {"name": "piecewise_constant_schedule", "init_value": 1.0}
+    for wrong in (
+        {"mask": {"a": "False"}},
+        {"mask": {}},
+        {"b1": 1.0},
+        {"eps": -1},
+        {"learning_rate": -1},
+        {"learning_rate": {**steps, "boundaries_and_scales": {"010": 0.5}}},
+        {"learning_rate": {"name": "constant_schedule", "value": -1}},
+    ):
+        assert not validator.is_valid({"optimizer": {**ADAMW, **wrong}})
+        refused({"optimizer": {**ADAMW, **wrong}})
+    (fault,) = validator.iter_errors({"optimizer": {"learning_rate": 0.1}})
+    assert fault.message == "'name' is a required property"
