@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import optax
 
+from boostax import _info
 from boostax.compare.task import Task, UsageError
 
 __all__ = ["Arm", "BuiltArm", "build_arm", "load_arms"]
@@ -23,13 +24,17 @@ class Arm:
       name: unique among the arms; the column in the report.
       config: a boostax config as a dict; ``{}`` for the plain arm.
       level: ``"O0"``, ``"O1"`` or ``"O2"``. Default ``"O0"``.
-      learning_rate: > 0, or None for the comparison's rate.
+      learning_rate: > 0, or None for the comparison's rate. Not beside an optimizer in the config,
+        which has its own.
+      adapts: whether ``grad_freeze.param_groups`` is lowered where the model has fewer layers, with
+        a note; for arms that the user did not write. Default False.
     """
 
     name: str
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     level: str = "O0"
     learning_rate: float | None = None
+    adapts: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +47,7 @@ class BuiltArm:
       config: the config as used.
       enabled: the names of the techniques that are on.
       notes: what the reader should know.
+      learning_rate: a number, or what the config says in words where it is none.
     """
 
     step: Any
@@ -49,6 +55,7 @@ class BuiltArm:
     config: Mapping[str, Any]
     enabled: tuple[str, ...]
     notes: tuple[str, ...]
+    learning_rate: float | str
 
 
 def load_arms(paths: Sequence[str], levels: Sequence[str] | None = None) -> list[Arm]:
@@ -114,7 +121,7 @@ def build_arm(
       batch: one batch, for the order of the layers.
 
     Raises:
-      UsageError: the config does not fit this model or budget.
+      UsageError: the config does not fit this model, budget or optimizer.
     """
     from boostax.auto import AutoBoost
     from boostax.gradients.forward_order import forward_order
@@ -123,11 +130,24 @@ def build_arm(
         boost = AutoBoost(arm.level, copy.deepcopy(dict(arm.config)))
     except ValueError as error:
         raise UsageError(f"arm {arm.name!r}: {error}") from error
-    every = _window(boost)
-    updates = max(1, steps // every)
+    named = boost.config.optimizer
+    if named is not None and arm.learning_rate is not None:
+        raise UsageError(
+            f"arm {arm.name!r}: compare.learning_rate = {arm.learning_rate:g} would do nothing, "
+            "because its config names the optimizer; give the rate in the section optimizer, or leave "
+            "one of them out"
+        )
+    updates, left = _updates(boost, steps)
     notes = list(boost.notes)
-    if steps % every:
-        notes.append(f"the last {steps % every} batches do not fill a window of {every}")
+    if updates == 0:
+        raise UsageError(
+            f"arm {arm.name!r}: its window is longer than the budget of {steps} steps, so that it "
+            "would never update; give a smaller grad_accumulation.every, or more --steps"
+        )
+    if left:
+        every = boost.config.every
+        window = "a window" if callable(every) else f"a window of {every}"
+        notes.append(f"the last {left} batches do not fill {window}")
     config = copy.deepcopy(dict(arm.config))
     if "grad_freeze" in boost.enabled:
         section = config.setdefault("grad_freeze", {})
@@ -137,23 +157,89 @@ def build_arm(
                 f"its freeze schedule ends after {given} updates, its budget after {updates}"
             )
         boost = AutoBoost(arm.level, copy.deepcopy(config))
-    if boost.config.optimizer is None:
+    learning_rate: float | str = rate
+    base = None
+    if named is None:
         base = _injected(task, rate, updates)
     else:
-        base = None
+        learning_rate = _rate_of(named)
         notes.append(
             "its config names the optimizer, so the task's optimizer and learning rate are not used"
         )
+        notes += [
+            f"its schedule {name} has {key} = {given}, its budget {updates} updates"
+            for name, key, given in _horizons(named)
+            if given != updates
+        ]
     order = None
     if "grad_freeze" in boost.enabled and boost.config.grad_freeze.patterns is None:
         # Outside the try below: a fault in the user's own loss keeps its traceback.
         order = forward_order(task.loss, model, batch, model_state=model_state)
     try:
+        if arm.adapts and order is not None:
+            boost, config, told = _fewer_groups(arm, boost, config, model, order)
+            notes += told
         tx = boost.optimizer(base, model, order=order)
         step = boost.train_step(task.loss, tx, has_aux=task.has_aux)
     except ValueError as error:
-        raise UsageError(f"arm {arm.name!r}: {error}") from error
-    return BuiltArm(step, updates, config, tuple(boost.enabled), tuple(notes))
+        hint = "\nGive arms of your own with --configs." if arm.adapts else ""
+        raise UsageError(f"arm {arm.name!r}: {error}{hint}") from error
+    return BuiltArm(step, updates, config, tuple(boost.enabled), tuple(notes), learning_rate)
+
+
+def _fewer_groups(
+    arm: Arm, boost: Any, config: dict[str, Any], model: Any, order: Sequence[str]
+) -> tuple[Any, dict[str, Any], list[str]]:
+    """Lower the number of groups to the number of layers; return the boost, config and notes."""
+    from flax import nnx
+
+    from boostax.auto import AutoBoost
+    from boostax.updates.parameter_groups import parameter_groups
+
+    params = nnx.state(model, nnx.Param) if isinstance(model, nnx.Module) else model
+    asked = boost.config.grad_freeze.param_groups
+    # One group always fits; where even that fails, the message is about something else.
+    for groups in range(asked, 1, -1):
+        try:
+            parameter_groups(params, groups, order=order, by=boost.config.grad_freeze.by)
+        except ValueError:
+            continue
+        break
+    else:
+        groups = 1
+    if groups == asked:
+        return boost, config, []
+    config = {**config, "grad_freeze": {**config["grad_freeze"], "param_groups": groups}}
+    told = [f"{asked} groups of layers were asked for, and the model has layers for {groups}"]
+    if groups == 1:
+        told.append("with one group nothing is ever frozen")
+    return AutoBoost(arm.level, copy.deepcopy(config)), config, told
+
+
+def _rate_of(named: Any) -> float | str:
+    """Return the learning rate of an optimizer that a config names, or what tells it in words."""
+    given = named.get("learning_rate")
+    if isinstance(given, (int, float)):
+        return float(given)
+    name = getattr(given, "name", None)
+    return f"by its config ({name})" if name else "by its config"
+
+
+# Arguments of optax's schedules that say where they end. exponential_decay has one too, but goes on.
+_ENDS = ("decay_steps", "transition_steps")
+_ENDLESS = ("exponential_decay", "warmup_exponential_decay_schedule")
+
+
+def _horizons(value: Any) -> Iterator[tuple[str, str, int]]:
+    """Yield the name, the argument and the length of every schedule in a config's optimizer."""
+    if isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _horizons(part)
+    elif hasattr(value, "arguments"):
+        for key, given in value.arguments:
+            if value.kind == "schedule" and key in _ENDS and value.name not in _ENDLESS:
+                yield value.name, key, given
+            yield from _horizons(given)
 
 
 def _injected(task: Task, rate: float, updates: int) -> optax.GradientTransformationExtraArgs:
@@ -168,12 +254,23 @@ def _injected(task: Task, rate: float, updates: int) -> optax.GradientTransforma
     def make(learning_rate: Any) -> Any:
         return task.optimizer(learning_rate, updates)
 
-    return optax.inject_hyperparams(make)(learning_rate=rate)
+    # The factory hides what it makes, and what may stand around it depends on its parts (a line
+    # search, L-BFGS).
+    return _info.with_info(
+        optax.inject_hyperparams(make)(learning_rate=rate),
+        _info.TransformInfo("inject_hyperparams", inner=optimizer),
+    )
 
 
-def _window(boost: Any) -> int:
-    """Return how many calls one update takes."""
+def _updates(boost: Any, steps: int) -> tuple[int, int]:
+    """Return how many updates ``steps`` calls make, and how many calls are left after the last."""
     if "grad_accumulation" not in boost.enabled or not boost.config.has_window:
-        return 1
+        return steps, 0
     every = boost.config.every
-    return 1 if callable(every) else int(every)
+    if not callable(every):
+        return divmod(steps, int(every))
+    updates, start = 0, 0
+    for number in range(1, steps + 1):
+        if number - start >= int(every(updates)):
+            updates, start = updates + 1, number
+    return updates, steps - start

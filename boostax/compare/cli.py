@@ -36,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="JSON",
         help="boostax configs, one an arm; the first is the plain arm that the others are held "
-        "against ({} will do)",
+        "against ({} will do); default: the four of the digits, with no more groups of layers than "
+        "the model has",
     )
     parser.add_argument(
         "--levels",
@@ -109,11 +110,10 @@ def _run(args: argparse.Namespace) -> int:
     from boostax.compare.runner import Plan, compare, source_digest
     from boostax.compare.storage import RunStore
 
-    arms = (
-        digits.digits_arms()
-        if args.configs is None
-        else tuple(load_arms(args.configs, args.levels))
-    )
+    if args.configs is not None:
+        arms = tuple(load_arms(args.configs, args.levels))
+    else:
+        arms = digits.digits_arms() if args.task is None else digits.default_arms()
     if args.task is None:
         task, source = digits.digits_task(), pathlib.Path(digits.__file__)
     else:

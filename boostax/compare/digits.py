@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ from boostax.compare.task import Task
 from boostax.errors import require
 from boostax.training.contract import LossAux
 
-__all__ = ["digits_arms", "digits_task"]
+__all__ = ["default_arms", "digits_arms", "digits_task"]
 
 _STEPS, _BATCH = 200, 32
 
@@ -109,4 +110,16 @@ def digits_arms() -> tuple[Arm, ...]:
             },
         ),
         Arm("centralization", {"boost": {"mode": "manual", "centralize": True}}),
+    )
+
+
+def default_arms() -> tuple[Arm, ...]:
+    """Return the same arms for any model: no more groups than layers, odd weights left alone."""
+    plain, o1, accumulation, centralization = digits_arms()
+    skip = {"centralize": {"unreadable": "skip"}}
+    return (
+        plain,
+        dataclasses.replace(o1, config={**o1.config, **skip}, adapts=True),
+        dataclasses.replace(accumulation, adapts=True),
+        dataclasses.replace(centralization, config={**centralization.config, **skip}, adapts=True),
     )

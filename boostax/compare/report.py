@@ -178,7 +178,7 @@ def _arm_section(arm: Mapping[str, Any]) -> str:
     notes = "".join(f"<p class=small>Note: {escape(note)}.</p>" for note in arm["notes"])
     return (
         f"<h3>{escape(arm['name'])}</h3><p>Level {escape(arm['level'])}, learning rate "
-        f"{arm['learning_rate']:g}, {arm['updates']} updates; switched on: {escape(on)}.</p>"
+        f"{_rate(arm['learning_rate'])}, {arm['updates']} updates; switched on: {escape(on)}.</p>"
         f"<pre>{escape(config)}</pre>{notes}"
     )
 
@@ -267,6 +267,10 @@ def _ratio(arm: Mapping[str, Any], key: str, *, whole: bool = True) -> str:
     if not whole:
         return _plain(arm[key]["median"], "{:.2f}")
     return _interval(arm[key], "{:.2f}")
+
+
+def _rate(value: float | str) -> str:
+    return html.escape(value) if isinstance(value, str) else f"{value:g}"
 
 
 def _si(value: float) -> str:

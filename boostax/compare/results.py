@@ -94,7 +94,7 @@ def _arm(
     return {
         "name": arm.name,
         "level": arm.level,
-        "learning_rate": plan.rate(arm),
+        "learning_rate": build["learning_rate"],
         "config": build["config"],
         "enabled": list(build["enabled"]),
         "updates": build["updates"],

@@ -110,7 +110,7 @@ def compare(
 
     Returns:
       ``runs``: by arm, the records in the order of the seeds; and by arm, what is known of its
-      build (``updates``, ``config``, ``enabled``, ``notes``).
+      build (``updates``, ``config``, ``enabled``, ``notes``, ``learning_rate``).
 
     Raises:
       UsageError: the task, a config or what is on disk does not fit.
@@ -149,6 +149,7 @@ def compare(
                 "config": built[arm.name].config,
                 "enabled": built[arm.name].enabled,
                 "notes": built[arm.name].notes,
+                "learning_rate": built[arm.name].learning_rate,
             },
             **record,
         }

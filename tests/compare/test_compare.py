@@ -13,7 +13,7 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 
 from boostax.compare import Task, UsageError
-from boostax.compare.arms import Arm, load_arms
+from boostax.compare.arms import Arm, build_arm, load_arms
 from boostax.compare.cli import add_arguments, run
 from boostax.compare.measure import run_arm, split_compile_time
 from boostax.compare.results import summarise
@@ -336,6 +336,109 @@ def test_a_freeze_schedule_of_another_length_is_noted(tmp_path):
     )
     _, builds = compare(plan, RunStore(tmp_path))
     assert any("ends after 99 updates, its budget after 2" in n for n in builds["o1"]["notes"])
+
+
+def build(config, *, steps=20, task=None, **arm):
+    task = task or tiny_task()
+    return build_arm(
+        Arm("arm", config, **arm),
+        task,
+        steps=steps,
+        rate=0.1,
+        model=task.init(jax.random.key(0)),
+        model_state=None,
+        batch=next(iter(task.batches(0))),
+    )
+
+
+def test_the_rate_of_a_named_optimizer_is_the_configs():
+    assert build({}).learning_rate == 0.1
+    assert build({}, learning_rate=0.3).learning_rate == 0.1  # the plan's rate is what counts
+    assert build({"optimizer": {"name": "sgd", "learning_rate": 0.2}}).learning_rate == 0.2
+    assert build({"optimizer": {"name": "prodigy"}}).learning_rate == "by its config"
+    schedule = {"name": "cosine_decay_schedule", "init_value": 0.1, "decay_steps": 99}
+    arm = build({"optimizer": {"name": "sgd", "learning_rate": schedule}})
+    assert arm.learning_rate == "by its config (cosine_decay_schedule)"
+    assert arm.notes[-1] == (
+        "its schedule cosine_decay_schedule has decay_steps = 99, its budget 20 updates"
+    )
+    schedule["decay_steps"] = 20
+    arm = build({"optimizer": {"name": "sgd", "learning_rate": schedule}})
+    assert not any("decay_steps" in note for note in arm.notes)
+    joined = {"name": "join_schedules", "boundaries": [5], "schedules": [
+        {"name": "linear_schedule", "init_value": 0.0, "end_value": 1.0, "transition_steps": 5},
+        {"name": "exponential_decay", "init_value": 1.0, "transition_steps": 3, "decay_rate": 0.5},
+    ]}  # fmt: skip
+    arm = build({"optimizer": {"name": "sgd", "learning_rate": joined}})
+    assert [n for n in arm.notes if "schedule" in n] == [
+        "its schedule linear_schedule has transition_steps = 5, its budget 20 updates"
+    ]
+
+
+def test_a_rate_beside_a_named_optimizer_is_refused():
+    config = {"optimizer": {"name": "sgd", "learning_rate": 0.2}}
+    with pytest.raises(UsageError, match=r"compare\.learning_rate = 0\.3 would do nothing"):
+        build(config, learning_rate=0.3)
+
+
+def test_the_report_shows_the_rate_that_was_used(folder, no_plots):
+    config = {"optimizer": {"name": "sgd", "learning_rate": 0.2}}
+    (folder / "sgd.json").write_text(json.dumps(config))
+    assert command(folder, "--seeds", "1", configs=("plain.json", "sgd.json")) == 0
+    results = json.loads((folder / "out" / "results.json").read_text())
+    assert [arm["learning_rate"] for arm in results["arms"]] == [0.1, 0.2]
+    assert "learning rate 0.2, 12 updates" in (folder / "out" / "report.html").read_text()
+
+
+def window(every):
+    return {
+        "boost": {"mode": "manual", "grad_accumulation": True},
+        "grad_accumulation": {"every": every},
+    }
+
+
+def test_updates_are_counted_as_they_happen():
+    with pytest.raises(UsageError, match="window is longer than the budget of 20 steps"):
+        build(window(50))
+    assert build(window(20)).updates == 1
+    assert (build(window(6)).updates, build(window(6)).notes) == (
+        3,
+        ("the last 2 batches do not fill a window of 6",),
+    )
+    # Windows of 1, 2, 3, 4 and 5 batches: 15 in 5 updates, and the sixth is not full.
+    growing = build(window(lambda updates: updates + 1))
+    assert (growing.updates, growing.notes) == (5, ("the last 5 batches do not fill a window",))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (window(2), "its line search needs the loss of the whole window"),
+        ({"boost": {"mode": "manual", "grad_freeze": True}, "grad_freeze": {"param_groups": 1}},
+         "the curvature pairs of L-BFGS"),
+    ],
+)  # fmt: skip
+def test_a_tasks_optimizer_is_checked_beneath_its_injected_rate(config, message):
+    task = tiny_task(optimizer=lambda learning_rate, steps: optax.lbfgs(learning_rate))
+    assert build({}, task=task).updates == 20
+    with pytest.raises(UsageError, match=message):
+        build(config, task=task)
+
+
+def test_groups_are_lowered_only_where_the_user_asked_for_none():
+    config = {
+        "boost": {"mode": "manual", "grad_freeze": True},
+        "grad_freeze": {"param_groups": 4, "full_fraction": 0.5},
+    }
+    with pytest.raises(UsageError, match="only 1 layers"):
+        build(config)
+    arm = build(config, adapts=True)
+    assert arm.config["grad_freeze"]["param_groups"] == 1
+    assert config["grad_freeze"]["param_groups"] == 4
+    assert arm.notes[-2:] == (
+        "4 groups of layers were asked for, and the model has layers for 1",
+        "with one group nothing is ever frozen",
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The task that runs without arguments, and the example of the documentation."""
 
+import argparse
 import pathlib
 
 import jax
@@ -7,7 +8,8 @@ import numpy as np
 import pytest
 
 from boostax.compare.arms import load_arms
-from boostax.compare.digits import digits_arms, digits_task
+from boostax.compare.cli import add_arguments, run
+from boostax.compare.digits import default_arms, digits_arms, digits_task
 from boostax.compare.measure import run_arm
 from boostax.compare.runner import Plan, build_all, compare
 from boostax.compare.storage import RunStore
@@ -30,6 +32,19 @@ def test_the_example_has_30_lines_and_runs(tmp_path):
     assert builds["o1"]["enabled"] == ["grad_freeze", "centralize"]
     assert builds["o1"]["config"]["grad_freeze"]["total_steps"] == 3
     assert all(len(runs[name][0]["loss"]) == 3 for name in ("plain", "o1"))
+
+
+def test_the_example_runs_without_configs(tmp_path):
+    task, _ = load_task(f"{EXAMPLES / 'my_task.py'}:task")
+    built = build_all(plan_of(task, default_arms(), 4))
+    assert list(built) == ["plain", "O1", "accumulation", "centralization"]
+    assert built["O1"].config["grad_freeze"]["param_groups"] == 3
+    assert "4 groups of layers were asked for, and the model has layers for 3" in built["O1"].notes
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    line = [f"{EXAMPLES / 'my_task.py'}:task", "--steps", "4", "--seeds", "1"]
+    assert run(parser.parse_args([*line, "--out", str(tmp_path)])) == 0
+    assert len(list((tmp_path / "runs").iterdir())) == 4
 
 
 @pytest.fixture(scope="module")
