@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import numbers
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -69,7 +71,8 @@ def walk(tx: Any) -> Iterator[TransformInfo]:
     """Yield what is in a transformation, outermost first, through chains and wrappers.
 
     boostax's own transformations carry their description. For others the name of the function
-    that made them is all there is; their closures are searched for transformations within.
+    that made them is all there is; their closures are searched for transformations within, and the
+    factory of ``optax.inject_hyperparams`` is called for the one that it makes.
     """
     yield from _walk_function(getattr(tx, "update", tx), set())
 
@@ -99,21 +102,45 @@ def _walk_function(function: Any, seen: set[int]) -> Iterator[TransformInfo]:
         yield TransformInfo(type(owner).__name__)
         yield from _walk_values(list(vars(owner).values()), seen)
         return
-    inner = list(_walk_values(_closure(function), seen))
+    inner = list(_walk_values([*_closure(function).values(), *_injected(function)], seen))
     name = getattr(function, "__qualname__", "").split(".")[0]
     if name not in {"chain", "named_chain", "with_extra_args_support", ""}:
         yield TransformInfo(name)
     yield from inner
 
 
-def _closure(function: Any) -> list[Any]:
-    values = []
-    for cell in getattr(function, "__closure__", None) or ():
+def _closure(function: Any) -> dict[str, Any]:
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    values = {}
+    for name, cell in zip(names, getattr(function, "__closure__", None) or (), strict=False):
         try:
-            values.append(cell.cell_contents)
+            values[name] = cell.cell_contents
         except ValueError:  # a cell that is not filled yet
             continue
     return values
+
+
+def _injected(function: Any) -> list[Any]:
+    """Return the transformation within ``optax.inject_hyperparams``, as a list of one or none.
+
+    optax makes it anew in each ``init`` and ``update``, from the factory and the hyperparameters.
+    Here it is made once more, to be looked at only: the static arguments as they are, and for the
+    others, which an update gets as traced arrays, a number in their place. Where optax has other
+    internals, or the factory refuses, nothing is found.
+    """
+    held = _closure(function)
+    factory, static = held.get("inner_factory"), held.get("other_hps")
+    if not callable(factory) or not isinstance(static, dict):
+        return []
+    try:
+        numeric = {
+            name: p.default if isinstance(p.default, numbers.Real) else 0.5
+            for name, p in inspect.signature(factory).parameters.items()
+            if name not in static
+        }
+        return [factory(**static, **numeric)]
+    except Exception:  # a user's function: whatever it raises, it says nothing to us
+        return []
 
 
 def _walk_values(values: list[Any], seen: set[int]) -> Iterator[TransformInfo]:

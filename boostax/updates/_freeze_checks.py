@@ -10,8 +10,23 @@ import jax
 import numpy as np
 import optax
 
+from boostax import _info
 from boostax._tree import check_matched, leaf_paths, matches
 from boostax.updates.parameter_groups import ParameterGroups
+
+
+def check_no_window(inner: Any) -> None:
+    """Refuse an inner transformation that adds up gradients itself, through any wrapper."""
+    found = next(
+        (i.name for i in _info.walk(inner) if i.name in {"accumulate", "MultiSteps"}), None
+    )
+    if found is not None:
+        raise ValueError(
+            f"freeze: inner holds {found}, whose window of several gradients would lie inside the "
+            "freeze. The freeze index changes at every update of freeze, so a window would mix "
+            "gradients of leaves that were frozen for a part of it; the index has to change between "
+            "windows only. Put the window outside: accumulate(freeze(inner, freezing), every)"
+        )
 
 
 def explicit_groups(groups: Any, params: Any = None) -> ParameterGroups:
@@ -96,11 +111,11 @@ def check_schedule(schedule: Any, groups: int) -> np.ndarray:
             "index for each window"
         )
     if isinstance(schedule, (str, bytes)) or not (
-        isinstance(schedule, (tuple, list)) or hasattr(schedule, "__array__")
+        isinstance(schedule, (tuple, list, range)) or hasattr(schedule, "__array__")
     ):
         raise TypeError(
-            "Freezing: schedule must be a tuple, a list or a 1-D integer array of freeze indices, "
-            f"got {type(schedule).__name__}"
+            "Freezing: schedule must be a tuple, a list, a range or a 1-D integer array of freeze "
+            f"indices, got {type(schedule).__name__}"
         )
     try:
         table = np.asarray(schedule)

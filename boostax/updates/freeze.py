@@ -8,6 +8,7 @@ optimizer state stay bitwise as they are, and they enter no norm, clip or ratio.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import zlib
 from typing import Any, NamedTuple
@@ -21,7 +22,12 @@ from jax.core import Tracer
 from boostax._info import TransformInfo, with_info
 from boostax._tree import leaf_paths
 from boostax.errors import StateMismatchError, did_you_mean
-from boostax.updates._freeze_checks import check_schedule, explicit_groups, has_masked
+from boostax.updates._freeze_checks import (
+    check_no_window,
+    check_schedule,
+    explicit_groups,
+    has_masked,
+)
 from boostax.updates._freeze_mask import run_trainable
 from boostax.updates._freeze_statistics import hold_statistics
 from boostax.updates._skip import find_state, skip
@@ -42,7 +48,7 @@ class Freezing:
         each freeze index, each a collection of the paths of the trained leaves, or a tree of bools
         with the structure of the parameters (True: trained).
       schedule: one freeze index per window, each in ``[0, len(groups) - 1]``: what
-        :func:`boostax.freeze_schedule` returned, or any tuple, list or 1-D integer array.
+        :func:`boostax.freeze_schedule` returned, or any tuple, list, range or 1-D integer array.
       params: the parameters, only for groups given as path lists: then the entries may be path
         patterns (``"encoder/*"``), and leaves in no group are known. Default None.
 
@@ -76,7 +82,7 @@ class Freezing:
         """The number of freeze indices, one for each group."""
         return len(self.groups)
 
-    @property
+    @functools.cached_property  # read at every update outside of jit
     def fingerprint(self) -> int:
         """An unsigned 32-bit number that stands for groups and schedule in a saved state."""
         facts = [[sorted(group) for group in self.groups.trained], self.schedule.tolist()]
@@ -246,7 +252,9 @@ def freeze(
     would ask for. There is one optimizer state, not one for each group.
 
     Args:
-      inner: any optax transformation or chain. What it is given besides the gradients
+      inner: any optax transformation or chain without a window of its own: ``accumulate`` goes
+        around the freeze, ``accumulate(freeze(inner, freezing), every)``, so that the index changes
+        between windows only. What it is given besides the gradients
         (parameters, ``grad=``, ``value_fn=``, any extra argument with the structure of the
         parameters) is cut down to the trained leaves as well.
       freezing: groups and schedule.
@@ -259,6 +267,7 @@ def freeze(
 
     Raises:
       TypeError: an argument has the wrong type.
+      ValueError: ``inner`` holds ``accumulate`` or ``optax.MultiSteps``.
       StateMismatchError: the parameters or the state don't belong to this ``freezing``.
 
     Example:
@@ -284,12 +293,13 @@ def freeze(
             f"{type(freezing).__name__}"
         )
     transform = getattr(inner, "gradient_transformation", None)
-    if transform is not None:  # optax.MultiSteps is a class with methods
+    if transform is not None:  # optax has classes with methods, such as MultiSteps
         inner = transform()
     if not isinstance(inner, optax.GradientTransformation):
         raise TypeError(
             f"freeze: inner must be an optax.GradientTransformation, got {type(inner).__name__}"
         )
+    check_no_window(inner)
     tx = optax.with_extra_args_support(inner)
 
     def init(params: Any) -> FreezeState:

@@ -16,11 +16,13 @@ from boostax import (
     FreezeState,
     Freezing,
     StateMismatchError,
+    accumulate,
     freeze,
     freeze_schedule,
     parameter_groups,
+    train_step,
 )
-from boostax._info import find
+from boostax._info import find, walk
 from boostax.updates._skip import skip
 
 BOTH, LATE = ["a", "b"], ["b"]
@@ -62,7 +64,6 @@ INNERS = {
     "inject_hyperparams": optax.inject_hyperparams(optax.adamw)(0.1),
     "clip": optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.1)),
     "schedule": optax.adam(optax.linear_schedule(0.1, 0.01, 5)),
-    "multi_steps": optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
     "schedule_free": optax.contrib.schedule_free_adamw(0.1),
     "apply_if_finite": optax.apply_if_finite(optax.adam(0.1), 3),
     "sm3": optax.sm3(0.1),
@@ -474,3 +475,95 @@ def test_bad_arguments():
         tx.update(_params(), state, freeze_index=True)
     with pytest.raises(ValueError, match="matches no leaf"):
         Freezing([["a", "z*"]], [0], params=_params())
+
+
+@pytest.mark.parametrize(
+    ("windowed", "name"),
+    [
+        (accumulate(optax.sgd(1.0), 2), "accumulate"),
+        (optax.MultiSteps(optax.sgd(1.0), 2), "MultiSteps"),
+        (optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation(), "MultiSteps"),
+        (optax.chain(optax.clip(1.0), accumulate(optax.sgd(1.0), 2)), "accumulate"),
+        (optax.masked(accumulate(optax.sgd(1.0), 2), {"a": True, "b": True}), "accumulate"),
+        (
+            optax.inject_hyperparams(lambda rate: accumulate(optax.sgd(rate), 2))(rate=0.1),
+            "accumulate",
+        ),
+    ],
+)
+def test_a_window_inside_is_refused(windowed, name):
+    with pytest.raises(ValueError, match=rf"inner holds {name}, .*accumulate\(freeze\(inner"):
+        freeze(windowed, Freezing([BOTH, LATE], [0, 1]))
+
+
+def test_a_window_outside_holds_no_gradient_of_a_frozen_leaf():
+    # Windows of two at the indices 0, 1, 0: a moves in the first and third by the mean of its own
+    # two gradients, and not at all in the second.
+    tx = accumulate(freeze(optax.sgd(1.0), Freezing([BOTH, LATE], [0, 1, 0])), 2)
+    params = {"a": jnp.zeros(()), "b": jnp.zeros(())}
+    state = tx.init(params)
+    seen = []
+    for value in (1.0, 3.0, 5.0, 7.0, 10.0, 20.0):
+        grads = {"a": jnp.float32(value), "b": jnp.float32(value)}
+        updates, state = tx.update(grads, state, params)
+        seen.append((float(updates["a"]), float(updates["b"])))
+    assert seen[1::2] == [(-2.0, -2.0), (0.0, -6.0), (-15.0, -15.0)]
+
+
+def _injected(freezing, **settings):
+    def factory(learning_rate, nothing=None, momentum=0.9):
+        return freeze(optax.chain(optax.sgd(learning_rate, momentum)), freezing)
+
+    return optax.inject_hyperparams(factory)(**settings)
+
+
+@pytest.mark.parametrize("rate", [0.1, optax.linear_schedule(0.1, 0.01, 4)])
+def test_inside_inject_hyperparams_the_step_finds_it(rate):
+    freezing = Freezing([BOTH, LATE], [0, 1])
+    inner = _injected(freezing, learning_rate=rate)
+    tx = optax.chain(optax.clip(10.0), accumulate(inner, 2, nonfinite="skip_window"))
+    assert find(tx, "freeze").static == freezing
+    assert [i.name for i in walk(tx)][1:4] == ["accumulate", "inject_hyperparams", "freeze"]
+    step = train_step(lambda params, batch: _loss(params) * batch.mean(), tx, donate=False)
+    assert step.dispatches_on_host
+    state = step.init(_params())
+    indices, a = [], [state.params["a"]]
+    for _ in range(4):
+        state, metrics = step(state, jnp.ones(2))
+        indices.append(int(metrics["freeze_index"]))
+        a.append(state.params["a"])
+    assert indices == [0, 0, 1, 1]
+    assert (a[2] != a[0]).all()
+    _assert_equal(a[4], a[2])
+
+
+def test_inject_hyperparams_that_cannot_be_read_breaks_nothing():
+    def factory(learning_rate):
+        if learning_rate == 0.5:
+            raise RuntimeError("not this one")
+        return optax.sgd(learning_rate)
+
+    tx = optax.inject_hyperparams(factory)(learning_rate=0.1)
+    assert [info.name for info in walk(tx)] == ["inject_hyperparams"]
+    assert [i.name for i in walk(optax.inject_hyperparams(optax.adamw)(0.1))][:2] == [
+        "inject_hyperparams",
+        "scale_by_adam",
+    ]
+
+
+def test_a_range_is_a_schedule():
+    assert Freezing([BOTH, LATE], range(2)) == Freezing([BOTH, LATE], [0, 1])
+    with pytest.raises(ValueError, match="holds the index 2"):
+        Freezing([BOTH, LATE], range(3))
+
+
+def test_the_fingerprint_is_made_once(monkeypatch):
+    freezing = Freezing([BOTH, LATE], [0, 1] * 50)
+    before, twin = hash(freezing), Freezing([BOTH, LATE], [0, 1] * 50)
+    first = freezing.fingerprint
+    monkeypatch.setattr("boostax.updates.freeze.zlib.crc32", lambda data: 1 / 0)
+    tx, params = freeze(optax.sgd(0.1), freezing), _params()
+    tx.update(params, tx.init(params), params)
+    assert freezing.fingerprint == first
+    assert hash(freezing) == before
+    assert freezing == twin
