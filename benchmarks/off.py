@@ -10,7 +10,12 @@ of a call from Python, interleaved.
 from __future__ import annotations
 
 import argparse
+import pathlib
+import sys
 from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+sys.path.insert(1, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import jax
 import jax.numpy as jnp

@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import flax.core
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,12 +17,13 @@ import optax
 from boostax.errors import StateMismatchError
 from boostax.gradients.microbatch import microbatched
 from boostax.gradients.value_and_grad import trained_leaves, value_and_grad
-from boostax.training._windows import after_call
-from boostax.training.batch_stats import recording_momenta
+from boostax.training._windows import after_call, after_flush
+from boostax.training.batch_stats import Window, recording_momenta
 from boostax.training.contract import CanonicalLoss, LossAux, weight_of
 from boostax.training.metrics import all_finite, global_norm, injected_learning_rate
 from boostax.training.state import TrainState
 from boostax.updates._skip import find_state, skip
+from boostax.updates.accumulate import flush
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,13 +78,13 @@ class StepFunction:
         *,
         takes_rng: bool,
         key_impl: str | None,
-        momenta: Mapping[str, float],
+        momenta: dict[str, float],
     ):
         self.settings = settings
         self.tx = tx
         self._takes_rng = takes_rng
         self._key_impl = key_impl
-        self._momenta = dict(momenta)
+        self._momenta = momenta
         self._gives_weight = False
         self._loss = self._prepared(loss)
 
@@ -93,16 +95,14 @@ class StepFunction:
         rng = self._rng(state)
         start = state.model_state
         index, traced_index = self._indices(state, index)
-        with recording_momenta() as momenta:
-            loss, aux, grads, new_stats = self._gradients(
-                state.params, start, batch, rng, index, traced_index
-            )
-        momenta = {**momenta, **self._momenta}
+        if isinstance(state.window, Window) and settings.batch_norm_momentum is None:
+            self._look_up_momenta(state, batch)
+        loss, aux, grads, new_stats = self._gradients(
+            state.params, start, batch, rng, index, traced_index
+        )
         trained = self._trained(grads, state.params, index)
         needs_finite = (
-            "finite" in settings.metrics
-            or settings.skip_nonfinite
-            or (settings.window_decides and start is not None)
+            "finite" in settings.metrics or settings.skip_nonfinite or settings.window_decides
         )
         finite = all_finite(loss, trained) if needs_finite else None
         weight = weight_of(aux, batch)
@@ -152,7 +152,7 @@ class StepFunction:
             ok=counted,
             old_opt_state=state.opt_state,
             opt_state=opt_state,
-            momenta=momenta,
+            momenta=self._momenta,
             momentum=settings.batch_norm_momentum,
         )
         skipped = state.skipped
@@ -174,6 +174,33 @@ class StepFunction:
                 "step's out with metrics="
             )
         return new_state, {**shown, **aux.metrics}
+
+    def _look_up_momenta(self, state: TrainState, batch: Any) -> None:
+        """Note the momenta of the linen modules that the loss calls (those of nnx are known)."""
+        loss = lambda s, b: self._loss(s.params, s.model_state, b, self._rng(s))[0]
+        # Without jit, because a function that was traced before would call no module again.
+        with jax.disable_jit(), recording_momenta() as found:
+            jax.make_jaxpr(loss)(state, batch)
+        for path, momentum in found.items():
+            self._momenta.setdefault(path, momentum)
+
+    def flush(self, state: TrainState, extra: dict[str, Any]) -> TrainState:
+        """Close the open window: update with what was gathered, and pool its statistics."""
+        updates, opt_state = flush(self.tx, state.opt_state, state.params, **extra)
+        model_state, window = after_flush(
+            state.window,
+            state.model_state,
+            old_opt_state=state.opt_state,
+            opt_state=opt_state,
+            momenta=self._momenta,
+            momentum=self.settings.batch_norm_momentum,
+        )
+        return state.replace(
+            params=optax.apply_updates(state.params, updates),
+            opt_state=opt_state,
+            model_state=model_state,
+            window=window,
+        )
 
     def gives_weight(self, state: TrainState, batch: Any) -> bool:
         """Trace the loss, and say whether it gives a weight, which may then be 0."""
@@ -241,13 +268,9 @@ class StepFunction:
             self.settings.microbatch,
             trainable=trainable,
             stats=self.settings.stats,
-            momentum=self._momentum(),
+            momentum=self.settings.batch_norm_momentum,
+            momenta=self._momenta,
         )
-
-    def _momentum(self) -> Any:
-        """One momentum, momenta by module path, or None: linen modules tell when they are called."""
-        given = self.settings.batch_norm_momentum
-        return (self._momenta or None) if given is None else given
 
     def _value(self, params: Any, start: Any, batch: Any, rng: Any) -> jax.Array:
         nothing = jax.tree.map(lambda _: False, params)
@@ -341,8 +364,8 @@ def _merge_state(start: Any, new: Any) -> Any:
             "loss_fn returned LossAux.model_state, but the train state has none; pass "
             "model_state= to step.init"
         )
-    if isinstance(start, dict) and isinstance(new, dict):
-        new = {**start, **new}
+    if isinstance(start, dict) and isinstance(new, Mapping):
+        new = {**start, **flax.core.unfreeze(new)}
     given, wanted = jax.tree.structure(new), jax.tree.structure(start)
     if given != wanted:
         raise ValueError(

@@ -78,13 +78,14 @@ class NnxModel:
                     "loss_fn returned LossAux.model_state for an nnx model; the model's own state "
                     "is read after the forward pass, so leave it out"
                 )
-            _, _, rest = nnx.split(model, _same_paths(params), ...)
+            _, _, rest = nnx.split(model, same_paths(params), ...)
             return value, aux.replace(model_state=self._pack(rest))
 
         return loss
 
 
-def _same_paths(params: Any) -> Any:
+def same_paths(params: Any) -> Any:
+    """Return the nnx filter that selects the leaves that ``params`` has."""
     paths = {path for path, _ in nnx.to_flat_state(params)}
     return lambda path, value: tuple(path) in paths
 

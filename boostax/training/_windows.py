@@ -19,6 +19,7 @@ from boostax.training.batch_stats import (
     thread,
 )
 from boostax.updates._skip import find_state
+from boostax.updates._window import AccumulateState
 
 
 def first_window(stats: str, window_policy: str | None, model_state: Any) -> Any:
@@ -61,14 +62,7 @@ def after_call(
     """
     if window is None:
         return hold_unless(ok, new, start), None
-    from boostax.updates.accumulate import AccumulateState
-
-    before = find_state(old_opt_state, AccumulateState)
-    after = find_state(opt_state, AccumulateState)
-    if before is None or after is None:
-        raise ValueError("an accumulation window is open, but tx holds no boostax.accumulate")
-    emitted = after.updates != before.updates
-    dropped = after.skipped_windows != before.skipped_windows
+    emitted, dropped = _closed(old_opt_state, opt_state)
     if isinstance(window, Window):
         window = add_micro(window, start, new, weight, ok)
         threaded = thread(start, new, ok)
@@ -78,6 +72,36 @@ def after_call(
     moved = hold_unless(ok, new, start)
     model_state = _select(dropped, window, moved)
     return model_state, _select(emitted | dropped, model_state, window)
+
+
+def after_flush(
+    window: Any,
+    model_state: Any,
+    *,
+    old_opt_state: Any,
+    opt_state: Any,
+    momenta: Mapping[str, float],
+    momentum: float | None,
+) -> tuple[Any, Any]:
+    """Return the model state and the window after a flush; arguments as for :func:`after_call`."""
+    if window is None:
+        return model_state, None
+    emitted, dropped = _closed(old_opt_state, opt_state)
+    if isinstance(window, Window):
+        pooled = close_window(window, model_state, momenta_for(model_state, momenta, momentum))
+        model_state = _select(emitted, pooled, model_state)
+        return model_state, _select(emitted | dropped, reset(window), window)
+    model_state = _select(dropped, window, model_state)
+    return model_state, _select(emitted | dropped, model_state, window)
+
+
+def _closed(old_opt_state: Any, opt_state: Any) -> tuple[Any, Any]:
+    """Say whether the window was closed by an update, and whether it was dropped."""
+    before = find_state(old_opt_state, AccumulateState)
+    after = find_state(opt_state, AccumulateState)
+    if before is None or after is None:
+        raise ValueError("an accumulation window is open, but tx holds no boostax.accumulate")
+    return after.updates != before.updates, after.skipped_windows != before.skipped_windows
 
 
 def hold_unless(ok: Any, new: Any, old: Any) -> Any:

@@ -62,6 +62,7 @@ class TrainState(flax.struct.PyTreeNode):
                 f"{type(model).__name__}; for linen and plain functions use state.params and "
                 "state.model_state"
             )
-        graphdef, _, rest = nnx.split(model, nnx.Param, ...)
-        values = rest if self.model_state is None else self.model_state
-        return nnx.merge(graphdef, self.params, jax.tree.map(jnp.asarray, values))
+        from boostax.training._nnx import NnxModel, same_paths
+
+        params, model_state = jax.tree.map(jnp.copy, (self.params, self.model_state))
+        return NnxModel(model, same_paths(params)).merge(params, model_state)

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import flax.core
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +23,9 @@ from boostax.training._windows import first_window
 from boostax.training.contract import CanonicalLoss, canonical_loss, declared_keywords
 from boostax.training.metrics import check_metrics, injected_learning_rate
 from boostax.training.state import TrainState
-from boostax.updates._skip import find_state
+from boostax.updates._skip import find_state, find_states
+from boostax.updates._window import AccumulateState
+from boostax.updates.freeze import FreezeState
 
 __all__ = ["TrainStep", "train_step"]
 
@@ -113,7 +116,11 @@ def train_step(
         raise ValueError(f"microbatch must be an int >= 1, got {microbatch!r}")
     if stats not in ("per_window", "per_micro"):
         raise ValueError(f"stats must be 'per_window' or 'per_micro', got {stats!r}")
-    if batch_norm_momentum is not None and not 0 <= batch_norm_momentum < 1:
+    if batch_norm_momentum is not None and not (
+        isinstance(batch_norm_momentum, (int, float, np.integer, np.floating))
+        and not isinstance(batch_norm_momentum, bool)
+        and 0 <= batch_norm_momentum < 1
+    ):
         raise ValueError(
             f"batch_norm_momentum is the share of the old value and must lie in [0, 1), got "
             f"{batch_norm_momentum!r}"
@@ -160,19 +167,13 @@ def train_step(
 
 def _check_freezing(tx: Any, freezing: Any | None) -> Any | None:
     found = _info.find(tx, "freeze")
-    if found is None:
-        if freezing is not None:
-            raise ValueError(
-                "freezing was given, but tx holds no boostax.freeze; wrap the optimizer: "
-                "freeze(optimizer, freezing)"
-            )
-        return None
-    if freezing is not None and freezing.fingerprint != found.static.fingerprint:
+    if None not in (found, freezing) and freezing.fingerprint != found.static.fingerprint:
         raise StateMismatchError(
             "freezing is not the one that tx was built with; give the same boostax.Freezing to "
             "freeze(...) and to train_step(...)"
         )
-    return found.static
+    # Some wrappers hide what is in them; then init looks for the state.
+    return freezing if found is None else found.static
 
 
 def _window_length(accumulating: _info.TransformInfo | None) -> Any:
@@ -208,12 +209,16 @@ class TrainStep:
         self._donate = donate
         self._nnx: Any = None
         self._key_impl: str | None = None
-        # Whether the loss gives a weight; None until it has been traced.
-        self._weighted: bool | None = None
+        self._flush: Any = None
+        # Whether the loss gives a weight, by the structure of the batch.
+        self._weighted: dict[Any, bool] = {}
         self._compiled: dict[int | None, Any] = {}
-        self._on_host = (
+        self._host_wanted = (
             settings.freezing is not None and dispatch == "host" and settings.fixed_windows
         )
+        self._on_host = self._host_wanted
+        # Momentum of each normalisation layer, as far as a trace has told.
+        self._momenta: dict[str, float] = {}
         # The state that was returned last, and where it stands: then the device needn't be asked.
         self._last: tuple[weakref.ref[TrainState], _Position] | None = None
 
@@ -249,7 +254,9 @@ class TrainStep:
             adapted = NnxModel(model_or_params, nnx.Param if self._wrt is None else self._wrt)
             if self._nnx is not None and adapted.graphdef != self._nnx.graphdef:
                 self._compiled.clear()
+                self._flush = None
             self._nnx = adapted
+            self._momenta = dict(adapted.momenta)
             params, model_state = adapted.params, adapted.model_state
         else:
             if self._wrt is not None:
@@ -262,6 +269,7 @@ class TrainStep:
                     "pass model.init(key, inputs)['params']"
                 )
             params = model_or_params
+            model_state = flax.core.unfreeze(model_state)
         if not jax.tree.leaves(params):
             raise ValueError("init: the parameters hold no arrays, so there is nothing to train")
         if rng is None and _needs_key(self.loss_fn):
@@ -271,6 +279,7 @@ class TrainStep:
         raw, self._key_impl = (None, None) if rng is None else _raw_key(rng)
         params, model_state, raw = _strong_copy((params, model_state, raw))
         opt_state = _strong_copy(self.tx.init(params))
+        self._check_parts(opt_state)
         if self.settings.freezing is not None:
             bound = self.settings.freezing.bind(params)
             self.settings = dataclasses.replace(self.settings, freezing=bound)
@@ -301,6 +310,43 @@ class TrainStep:
             new_state = new_state.replace(skipped=state.skipped)
         self._last = weakref.ref(new_state), position.next(self.settings.window_every)
         return new_state, metrics
+
+    def flush(self, state: TrainState, **extra: Any) -> TrainState:
+        """Close the open accumulation window: update with what was gathered so far.
+
+        At the end of an epoch, say. The window's mean is over the micro-batches that it has, and its
+        batch statistics are pooled as those of a whole window. An empty window changes nothing.
+
+        Args:
+          state: a train state; its buffers are donated as in a step.
+          **extra: the extra arguments that the transformation needs.
+
+        Returns:
+          The state with the window closed.
+
+        Raises:
+          ValueError: ``tx`` holds no ``accumulate``, or a normalisation layer's momentum is not known
+            because no call was made in this process (then pass ``batch_norm_momentum``).
+
+        Example:
+          >>> import jax.numpy as jnp, optax, boostax
+          >>> step = train_step(lambda p, x: jnp.mean(p * x), boostax.accumulate(optax.sgd(1.0), 4))
+          >>> state, _ = step(step.init(jnp.zeros(())), jnp.full(1, 2.0))
+          >>> float(step.flush(state).params)
+          -2.0
+        """
+        _check_state(state)
+        if self.settings.window_policy is None:
+            raise ValueError(
+                "flush: tx holds no boostax.accumulate, so there is no window to close"
+            )
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, extra))):
+            return self._function().flush(state, extra)
+        _check_static_facts(self.tx, state.opt_state)
+        if self._flush is None:
+            function = functools.partial(_flush, self._function())
+            self._flush = jax.jit(function, donate_argnums=(0,) if self._donate else ())
+        return self._flush(state, extra)
 
     def describe(self, state: TrainState, batch: Any, **extra: Any) -> Any:
         """Say what the step does and costs: order, fate of each parameter, FLOPs, bytes, memory.
@@ -347,7 +393,7 @@ class TrainStep:
             wrt=self._wrt,
             donate=self._donate,
         )
-        step._nnx, step._key_impl = self._nnx, self._key_impl
+        step._nnx, step._key_impl, step._momenta = self._nnx, self._key_impl, self._momenta
         return step
 
     def _function(self) -> StepFunction:
@@ -357,7 +403,7 @@ class TrainStep:
             self.canonical(),
             takes_rng="rng" in declared_keywords(self.loss_fn),
             key_impl=self._key_impl,
-            momenta={} if self._nnx is None else self._nnx.momenta,
+            momenta=self._momenta,
         )
 
     def _jitted(self, index: int | None) -> Any:
@@ -374,21 +420,46 @@ class TrainStep:
         """
         if state.skipped is None or self.settings.skip_nonfinite:
             return state
-        if self._weighted is None:
-            self._weighted = self._function().gives_weight(state, batch)
-        return state if self._weighted else state.replace(skipped=None)
+        structure = jax.tree.structure(batch)
+        if structure not in self._weighted:
+            self._weighted[structure] = self._function().gives_weight(state, batch)
+        return state if self._weighted[structure] else state.replace(skipped=None)
+
+    def _check_parts(self, opt_state: Any) -> None:
+        """Hold what the optimizer state has against what was found in ``tx``."""
+        frozen, windows = (
+            find_states(opt_state, FreezeState),
+            find_state(opt_state, AccumulateState),
+        )
+        if len(frozen) > 1:
+            raise ValueError(
+                f"tx holds {len(frozen)} boostax.freeze, but a step follows one schedule; use one "
+                "Freezing with groups that cover all parameters"
+            )
+        if frozen and self.settings.freezing is None:
+            raise ValueError(
+                "tx holds a boostax.freeze that can't be seen from outside; pass freezing= to train_step"
+            )
+        if self.settings.freezing is not None and not frozen:
+            raise ValueError(
+                "freezing was given, but tx holds no boostax.freeze; wrap the optimizer: "
+                "freeze(optimizer, freezing)"
+            )
+        if windows is not None and self.settings.window_policy is None:
+            raise ValueError(
+                "tx holds a boostax.accumulate that can't be seen from outside, so the step can't "
+                "tell its policy; put accumulate around the wrapper instead of into it"
+            )
+        # The host can count windows only if nothing but accumulate decides when freeze is called.
+        self._on_host = self._host_wanted and _called_every_window(opt_state)
 
     def _position(self, state: TrainState) -> _Position:
         if self._last is not None and self._last[0]() is state:
             return self._last[1]
-        for info in _info.walk(self.tx):
-            if info.check is not None:
-                info.check(state.opt_state)
+        _check_static_facts(self.tx, state.opt_state)
+        self._check_parts(state.opt_state)
         if not self._on_host:
             return _Position(0, 0)
-        from boostax.updates.accumulate import AccumulateState
-        from boostax.updates.freeze import FreezeState
-
         frozen: Any = find_state(state.opt_state, FreezeState)  # the check above found it
         window = find_state(state.opt_state, AccumulateState)
         return _Position(int(frozen.count), 0 if window is None else int(window.position))
@@ -416,6 +487,52 @@ class _Position:
 
 def _call(function: StepFunction, index: int | None, state: Any, batch: Any, extra: Any) -> Any:
     return function(state, batch, extra, index)
+
+
+def _flush(function: StepFunction, state: Any, extra: Any) -> Any:
+    return function.flush(state, extra)
+
+
+def _check_static_facts(tx: Any, opt_state: Any) -> None:
+    """Raise where a part of ``tx`` finds no state in ``opt_state`` that was made for it."""
+    parts = [
+        opt_state,
+        *find_states(opt_state, AccumulateState),
+        *find_states(opt_state, FreezeState),
+    ]
+    for info in _info.walk(tx):
+        if info.check is None:
+            continue
+        faults = []
+        for part in parts:
+            try:
+                info.check(part)
+                break
+            except StateMismatchError as fault:
+                faults.append(fault)
+        else:
+            raise faults[0]
+
+
+def _called_every_window(opt_state: Any) -> bool:
+    """Say whether freeze is called at every step, or at every end of one window of accumulate."""
+    transparent = (optax.MaskedState, optax.PartitionState)
+    part = opt_state
+    windows = 0
+    while not isinstance(part, FreezeState):
+        if isinstance(part, AccumulateState):
+            windows, part = windows + 1, part.inner_state
+        elif isinstance(part, transparent) or hasattr(part, "hyperparams"):
+            values = getattr(part, "inner_states", None)
+            part = part.inner_state if values is None else tuple(values.values())
+        elif type(part) is tuple:
+            holders = [child for child in part if find_state(child, FreezeState) is not None]
+            if not holders:
+                return False
+            part = holders[0]
+        else:
+            return False
+    return windows <= 1
 
 
 def _nnx_module(model: Any) -> Any | None:
@@ -453,6 +570,8 @@ def _strong_copy(tree: Any) -> Any:
     def copy(leaf: Any) -> Any:
         if not hasattr(leaf, "dtype"):
             leaf = np.asarray(leaf)
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jnp.copy(leaf)
         return jnp.array(leaf, dtype=jax.dtypes.canonicalize_dtype(leaf.dtype), copy=True)
 
     return jax.tree.map(copy, tree)

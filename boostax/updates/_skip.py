@@ -31,3 +31,14 @@ def find_state(state: Any, kind: type) -> Any | None:
     """Return the outermost part of ``state`` that is a ``kind``, or None."""
     parts = jax.tree.leaves(state, is_leaf=lambda part: isinstance(part, kind))
     return next((part for part in parts if isinstance(part, kind)), None)
+
+
+def find_states(state: Any, kind: type) -> list[Any]:
+    """Return every part of ``state`` that is a ``kind``, outermost first, those within others too."""
+    found = []
+    for part in jax.tree.leaves(state, is_leaf=lambda part: isinstance(part, kind)):
+        if isinstance(part, kind):
+            found.append(part)
+            inner = getattr(part, "inner_state", None)
+            found += [] if inner is None else find_states(inner, kind)
+    return found

@@ -10,6 +10,7 @@ from flax import nnx
 
 import boostax
 from boostax import Freezing, LossAux, StateMismatchError, accumulate, freeze, train_step
+from boostax.updates._skip import find_state
 
 
 def linear(params, x):
@@ -299,7 +300,7 @@ class TestFreezing:
         with pytest.raises(StateMismatchError, match="not the one"):
             train_step(three, freeze(optax.sgd(0.1), freezing), freezing=other)
         with pytest.raises(ValueError, match=r"holds no boostax\.freeze"):
-            train_step(three, optax.sgd(0.1), freezing=freezing)
+            train_step(three, optax.sgd(0.1), freezing=freezing).init(three_params())
         step = train_step(three, freeze(optax.sgd(0.1), freezing))
         foreign = train_step(three, freeze(optax.sgd(0.1), other)).init(three_params())
         with pytest.raises(StateMismatchError, match="other groups or another schedule"):
@@ -337,3 +338,145 @@ def test_freezing_is_found_in_the_chain():
     step = boostax.train_step(three, tx)
     _, metrics = step(step.init(three_params()), TestFreezing.x)
     assert int(metrics["freeze_index"]) == 0
+
+
+class TestWrappersAroundFreezing:
+    """The host's count of windows never differs from the state's."""
+
+    def indices(self, tx, freezing, batches, **settings):
+        step = train_step(three, tx, freezing=freezing, **settings)
+        state = step.init(three_params())
+        used, said = [], []
+        for batch in batches:
+            frozen = find_state(state.opt_state, boostax.FreezeState)
+            said.append(freezing.index_at(int(frozen.count)))
+            state, metrics = step(state, batch)
+            used.append(int(metrics["freeze_index"]))
+        return used, said
+
+    @pytest.mark.parametrize(
+        "wrap",
+        [
+            lambda tx: optax.MultiSteps(tx, 2),
+            lambda tx: optax.apply_if_finite(tx, 5),
+            lambda tx: optax.chain(optax.clip(1.0), accumulate(tx, 2, nonfinite="off")),
+            lambda tx: optax.masked(tx, dict.fromkeys("abc", True)),
+            lambda tx: tx,
+        ],
+    )
+    def test_the_index_is_that_of_the_state(self, wrap):
+        freezing = Freezing(GROUPS, SCHEDULE, params=three_params())
+        x = TestFreezing.x
+        batches = [x, jnp.full_like(x, jnp.nan), x, x, x, x]
+        used, said = self.indices(wrap(freeze(optax.sgd(0.1), freezing)), freezing, batches)
+        assert used == said
+
+
+def test_nnx_statistics_with_micro_batches():
+    step = train_step(lambda model, x: jnp.mean(model(x)), optax.sgd(0.0), microbatch=4)
+    state = step.init(NnxNorm(nnx.Rngs(0)))
+    batch = jnp.concatenate([micro(mean) for mean in (0.0, 2.0, 4.0, 6.0)])
+    state, _ = step(state, batch)
+    np.testing.assert_allclose(state.merge(NnxNorm(nnx.Rngs(0))).first.mean[...], [0.3], rtol=1e-5)
+
+
+def test_a_merged_model_outlives_the_state():
+    model = NnxNorm(nnx.Rngs(0))
+    step = train_step(lambda m, x: jnp.mean(m(x) * x), optax.sgd(0.1))
+    state, _ = step(step.init(model), micro(2.0))
+    best = state.merge(model)
+    best.first.scale[...] = jnp.full(1, 7.0)
+    assert state.params["first"]["scale"][...].tolist() != [7.0]
+    state, _ = step(state, micro(2.0))
+    assert best.first.scale[...].tolist() == [7.0]
+    assert np.isfinite(best(micro(1.0))).all()
+
+
+def test_a_merged_model_draws_with_its_own_kind_of_key():
+    class Noisy(nnx.Module):
+        def __init__(self, rngs):
+            self.layer = nnx.Linear(1, 1, rngs=rngs)
+            self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x):
+            return self.drop(self.layer(x))
+
+    model = Noisy(nnx.Rngs(jax.random.key(0, impl="rbg")))
+    step = train_step(lambda m, x: jnp.mean(m(x)), optax.sgd(0.1))
+    state, _ = step(step.init(model), micro(2.0))
+    assert np.isfinite(state.merge(model)(micro(1.0))).all()
+
+
+@pytest.mark.parametrize("stats", ["per_window", "per_micro"])
+def test_flush_closes_the_statistics_of_the_window_too(stats):
+    step = train_step(norm_loss, accumulate(optax.sgd(0.0), 4), has_aux=True, stats=stats)
+    state = start_linen(step)
+    for mean in (0.0, 4.0):
+        state, _ = step(state, micro(mean))
+    state = step.flush(state)
+    if stats == "per_window":  # means 0 and 4, variance 1: pooled 2 and 1 + 4
+        np.testing.assert_allclose(first_stats(state), (0.2, 1.4), rtol=1e-5)
+    assert int(state.updates) == 1
+    before = first_stats(state)
+    for _ in range(4):
+        state, _ = step(state, micro(before[0]))
+    again = step.flush(state)  # an empty window
+    assert int(again.updates) == 2
+
+
+def test_the_decision_does_not_depend_on_the_metrics():
+    loss = lambda p, x: jnp.mean(x @ p) + jax.lax.stop_gradient(jnp.log(jnp.float32(-1.0)))
+    for metrics in (None, ("loss",)):
+        step = train_step(loss, accumulate(optax.sgd(1.0), 2), metrics=metrics)
+        state = step.init(jnp.zeros(2))
+        for _ in range(2):
+            state, _ = step(state, jnp.ones((1, 2)))
+        assert state.params.tolist() == [0.0, 0.0]
+
+
+def test_momentum_is_found_behind_a_jit_of_the_user():
+    forward = jax.jit(
+        lambda params, model_state, x: LinenNorm().apply(
+            {"params": params, **model_state}, x, mutable=["batch_stats"]
+        )
+    )
+
+    def loss(params, x, *, model_state):
+        out, changed = forward(params, model_state, x)
+        return jnp.mean(out * x), LossAux(model_state=changed)
+
+    step = train_step(loss, accumulate(optax.sgd(0.0), 2), has_aux=True)
+    state = start_linen(step)
+    forward(state.params, state.model_state, micro(0.0))
+    for mean in (0.0, 4.0):
+        state, _ = step(state, micro(mean))
+    np.testing.assert_allclose(first_stats(state), (0.2, 1.4), rtol=1e-5)
+
+
+def test_a_weight_that_only_some_batches_have():
+    def loss(params, batch):
+        return jnp.mean(params * batch["x"]), LossAux(weight=batch.get("w"))
+
+    step = train_step(loss, optax.sgd(1.0), has_aux=True)
+    state = step.init(jnp.zeros(()))
+    state, _ = step(state, {"x": jnp.ones(1)})
+    state, _ = step(state, {"x": jnp.ones(1), "w": jnp.float32(0.0)})
+    assert (float(state.params), int(state.updates), int(state.skipped)) == (-1.0, 1, 1)
+
+
+def test_several_windows_in_one_optimizer():
+    labels = {"x": "x", "y": "y"}
+    tx = optax.multi_transform(
+        {"x": accumulate(optax.sgd(1.0), 2), "y": accumulate(optax.sgd(1.0), 4)}, labels
+    )
+    step = train_step(lambda p, b: jnp.mean((p["x"] + p["y"]) * b), tx)
+    state = step.init({"x": jnp.zeros(()), "y": jnp.zeros(())})
+    for _ in range(4):
+        state, _ = step(state, jnp.ones(1))
+    assert (float(state.params["x"]), float(state.params["y"])) == (-2.0, -1.0)
+
+
+def test_an_optimizer_with_a_key_in_its_state():
+    step = train_step(linear, optax.noisy_sgd(0.1, key=jax.random.key(0)))
+    state, _ = step(step.init(jnp.zeros(2)), jnp.ones((1, 2)))
+    assert np.isfinite(state.params).all()
