@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from boostax._tree import map_params_like
+from boostax.updates._surroundings import within
 
 
 def run_trainable(
@@ -48,15 +49,13 @@ def run_trainable(
         updates,
         flag_tree,
     )
-    cut_updates, new_state = tx.update(
-        cut(updates),
-        cut_state,
-        None if params is None else cut(params),
-        **{
-            name: _cut_extra(name, value, treedef, cut, params)
-            for name, value in extra_args.items()
-        },
-    )
+    cut_extra = {
+        name: _cut_extra(name, value, treedef, cut, params) for name, value in extra_args.items()
+    }
+    with within(updates):
+        cut_updates, new_state = tx.update(
+            cut(updates), cut_state, None if params is None else cut(params), **cut_extra
+        )
     new_updates = treedef.unflatten(
         [
             new if on else jnp.zeros_like(old, dtype=like.dtype)

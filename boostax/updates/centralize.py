@@ -30,7 +30,8 @@ from boostax._info import TransformInfo, find, with_info
 from boostax._tree import PathPattern, check_matched, matches, path_string
 from boostax.errors import did_you_mean
 from boostax.updates._layer_axes_nnx import read_model
-from boostax.updates.layer_axes import LayerAxes, Shape, read_layers
+from boostax.updates._surroundings import Shapes, around, shapes_of
+from boostax.updates.layer_axes import LayerAxes, read_layers
 
 __all__ = ["CentralizedAxes", "Centralizing", "centralize", "centralized_axes"]
 
@@ -68,7 +69,7 @@ class Centralizing:
 
     def describe(self, params: Any) -> CentralizedAxes:
         """Return the axes of the centralized leaves of ``params``, and why the others are not."""
-        shapes = _shapes(params)
+        shapes = shapes_of(params)
         for pattern, _ in self.axes:
             check_matched("centralize: axes", pattern, (path for path, _ in shapes))
         if self.known and not {path for path, _ in self.known} & {path for path, _ in shapes}:
@@ -78,9 +79,9 @@ class Centralizing:
             )
         return self.plan(shapes)
 
-    def plan(self, shapes: tuple[tuple[str, Shape], ...]) -> CentralizedAxes:
-        """Return the same for the paths and shapes of a tree's leaves."""
-        return _plan(self, shapes)
+    def plan(self, shapes: Shapes, whole: Shapes = ()) -> CentralizedAxes:
+        """Return the same for the paths and shapes of leaves, which may be part of a whole tree."""
+        return _plan(self, shapes, whole or shapes)
 
 
 def centralize(
@@ -161,10 +162,10 @@ def centralize(
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         del extra_args
-        shapes = _shapes(updates)
+        shapes = shapes_of(updates)
         # The parameters say more: a bias may be masked out of the updates, but not of them.
-        own = () if params is None else _shapes(params)
-        plan = settings.plan(own if set(shapes) <= set(own) else shapes)
+        own = () if params is None else shapes_of(params)
+        plan = settings.plan(shapes, around(own if set(shapes) <= set(own) else shapes))
 
         def one(path: Any, leaf: Any) -> Any:
             mean_over = plan.axes.get(path_string(path))
@@ -237,9 +238,9 @@ def _without_mean(leaf: Any, axes: tuple[int, ...]) -> jax.Array:
 
 
 @functools.lru_cache(maxsize=256)
-def _plan(settings: Centralizing, shapes: tuple[tuple[str, Shape], ...]) -> CentralizedAxes:
+def _plan(settings: Centralizing, shapes: Shapes, whole: Shapes) -> CentralizedAxes:
     """Decide for every leaf; cached, so that an update outside jit costs no more reading."""
-    read = {**read_layers(dict(shapes)), **dict(settings.known)}
+    read = {**read_layers(dict(whole)), **dict(settings.known)}
     touched: dict[str, tuple[int, ...]] = {}
     untouched: dict[str, str] = {}
     faults = []
@@ -275,11 +276,6 @@ def _plan(settings: Centralizing, shapes: tuple[tuple[str, Shape], ...]) -> Cent
             'unreadable="skip" to leave them as they are.'
         )
     return CentralizedAxes(touched, untouched)
-
-
-def _shapes(tree: Any) -> tuple[tuple[str, Shape], ...]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return tuple((path_string(path), tuple(np.shape(leaf))) for path, leaf in leaves)
 
 
 def _choice(argument: str, value: Any, allowed: Sequence[str]) -> str:
