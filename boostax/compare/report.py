@@ -198,7 +198,8 @@ def _method(results: Mapping[str, Any]) -> str:
         "counts both sides.",
         f"The metric is evaluated every {results['eval_every']} steps; the target counts as "
         "reached at the first evaluation that meets it.",
-        "With fewer than 5 pairs of seeds there is no verdict.",
+        "With fewer than 5 pairs of seeds there is no verdict. An arm counts as faster or slower only "
+        "where the whole intervals of the time ratio and of the CPU ratio lie on that side of 1.",
     ]
     facts = {**{k: str(v) for k, v in machine.items()}, **results["versions"]}
     facts["command"], facts["made"] = results["command"], results["created"]
@@ -264,9 +265,15 @@ def _interval(value: Mapping[str, Any] | None, form: str) -> str:
 def _ratio(arm: Mapping[str, Any], key: str, *, whole: bool = True) -> str:
     if arm["reached"] == 0:
         return "-"
-    if not whole:
-        return _plain(arm[key]["median"], "{:.2f}")
-    return _interval(arm[key], "{:.2f}")
+    values = [arm[key][k] for k in (("median", "low", "high") if whole else ("median",))]
+    # More digits where 1.00 would hide on which side of 1 an end lies.
+    digits = next(d for d in (2, 3, 4, 5, 6) if d == 6 or all(_tells(value, d) for value in values))
+    form = f"{{:.{digits}f}}"
+    return _interval(arm[key], form) if whole else _plain(arm[key]["median"], form)
+
+
+def _tells(value: float | None, digits: int) -> bool:
+    return value is None or value == 1 or round(value, digits) != 1
 
 
 def _rate(value: float | str) -> str:

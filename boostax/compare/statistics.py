@@ -142,18 +142,22 @@ def bootstrap_median(values: Sequence[float], *, seed: int = 0) -> Interval:
     return Interval(median(values), float(medians[tail]), float(medians[-1 - tail]))
 
 
-def verdict(arm: Sequence[Outcome], plain: Sequence[Outcome], ratio: Interval | None = None) -> str:
+def verdict(arm: Sequence[Outcome], plain: Sequence[Outcome]) -> str:
     """Say in words what the pairs show about the time to the target.
+
+    A verdict of a difference takes two clocks: the intervals of the paired ratios of wall seconds and
+    of CPU seconds both have to leave out 1, on the same side. What else the machine does disturbs
+    the two in different ways, so that chance seldom speaks on both.
 
     Args:
       arm: outcomes of the arm, one a seed.
       plain: outcomes of the plain arm at the same seeds, in the same order.
-      ratio: the interval of the paired ratios of seconds; worked out where it is not given.
 
     Returns:
       ``"not enough seeds to tell"`` for fewer than five pairs, always; otherwise ``"did not
-      reach the target"``, ``"only this arm reached the target"``, ``"faster"``, ``"slower"`` or
-      ``"no benefit here"`` (the interval holds 1), with the number of runs that missed.
+      reach the target"``, ``"only this arm reached the target"``, ``"too few runs reached the target
+      to tell"``, ``"faster"``, ``"slower"`` or ``"no benefit here"`` (an interval holds 1, or the two
+      contradict each other), with the number of runs that missed.
     """
     if len(arm) != len(plain):
         raise ValueError(f"arm and plain must be paired, got {len(arm)} and {len(plain)} runs")
@@ -165,14 +169,16 @@ def verdict(arm: Sequence[Outcome], plain: Sequence[Outcome], ratio: Interval | 
     if not any(outcome.reached for outcome in plain):
         words = "only this arm reached the target"
     else:
-        ratios = paired_ratios([o.seconds for o in arm], [o.seconds for o in plain])
-        if len(ratios) < MIN_PAIRS:
+        walls = paired_ratios([o.seconds for o in arm], [o.seconds for o in plain])
+        cpus = paired_ratios([o.cpu_seconds for o in arm], [o.cpu_seconds for o in plain])
+        if len(walls) < MIN_PAIRS:
             words = "too few runs reached the target to tell"
         else:
-            ratio = ratio or bootstrap_median(ratios)
-            if ratio.high < 1:
+            # A clock too coarse for any ratio leaves no pairs, and NaN is on neither side of 1.
+            both = [bootstrap_median(walls), bootstrap_median(cpus)]
+            if all(ratio.high < 1 for ratio in both):
                 words = "faster"
-            elif ratio.low > 1:
+            elif all(ratio.low > 1 for ratio in both):
                 words = "slower"
             else:
                 words = "no benefit here"

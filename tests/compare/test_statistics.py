@@ -130,6 +130,28 @@ def test_verdicts(arm, plain, expected):
     assert verdict(outcomes(arm), outcomes(plain)) == expected
 
 
+@pytest.mark.parametrize(
+    ("wall", "cpu", "expected"),
+    [
+        (0.8, 0.9, "faster"),
+        (1.2, 1.1, "slower"),
+        (0.8, 1.0, "no benefit here"),
+        (1.0, 0.8, "no benefit here"),
+        (0.8, 1.2, "no benefit here"),
+        (1.2, 0.8, "no benefit here"),
+        (1.2, 1.0, "no benefit here"),
+    ],
+)
+def test_a_difference_has_to_show_on_both_clocks(wall, cpu, expected):
+    plain = [Outcome(True, 10, 1.0, 2.0)] * 5
+    assert verdict([Outcome(True, 10, wall, 2 * cpu)] * 5, plain) == expected
+
+
+def test_a_clock_that_stands_still_shows_no_difference():
+    plain, arm = [Outcome(True, 10, 2.0, 0.0)] * 5, [Outcome(True, 10, 1.0, 0.0)] * 5
+    assert verdict(arm, plain) == "no benefit here"
+
+
 @pytest.mark.parametrize("pairs", [0, 1, 2, 3, 4])
 def test_fewer_than_five_pairs_never_give_a_verdict(pairs):
     for arm, plain in ((1.0, 100.0), (100.0, 1.0), (INF, 1.0), (1.0, INF)):
