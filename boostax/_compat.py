@@ -10,7 +10,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
-__all__ = ["cond", "inner_jaxprs", "open_jaxpr", "varying_axes", "zeros_like"]
+__all__ = [
+    "as_carry",
+    "cond",
+    "inner_jaxprs",
+    "open_jaxpr",
+    "varying_axes",
+    "zeros_like",
+    "zeros_of",
+]
 
 
 def in_manual_region() -> bool:
@@ -52,13 +60,39 @@ def cond(pred: Any, on_true: Callable[[], Any], on_false: Callable[[], Any]) -> 
 
 def _joined(branch: Callable[[], Any], other: Callable[[], Any]) -> Callable[[], Any]:
     def joined() -> Any:
-        def match(value: Any, like: Any) -> Any:
-            missing = varying_axes(like) - varying_axes(value)
-            return lax.pcast(value, tuple(sorted(missing)), to="varying") if missing else value
-
-        return jax.tree.map(match, branch(), jax.eval_shape(other))
+        return jax.tree.map(_varying_as, branch(), jax.eval_shape(other))
 
     return joined
+
+
+def _varying_as(value: Any, like: Any) -> Any:
+    missing = varying_axes(like) - varying_axes(value)
+    return lax.pcast(value, tuple(sorted(missing)), to="varying") if missing else value
+
+
+def zeros_of(struct: jax.ShapeDtypeStruct) -> jax.Array:
+    """Return zeros as ``jax.eval_shape`` describes them, with the sharding that the type tells."""
+    sharding = getattr(struct, "sharding", None)
+    if sharding is None or in_manual_region():
+        return jnp.zeros(struct.shape, struct.dtype)
+    return jnp.zeros(struct.shape, struct.dtype, device=sharding)
+
+
+def as_carry(body: Callable[[Any], Any], carry: Any) -> Any:
+    """Return the first carry of a scan with the type that ``body`` gives it in ``shard_map``.
+
+    There a sum of what differs between devices differs as well, and zeros don't.
+    """
+    while in_manual_region():
+        out = jax.eval_shape(body, carry)
+        joined = jax.tree.map(_varying_as, carry, out)
+        if all(
+            varying_axes(a) == varying_axes(b)
+            for a, b in zip(jax.tree.leaves(joined), jax.tree.leaves(carry), strict=True)
+        ):
+            break
+        carry = joined
+    return carry
 
 
 def open_jaxpr(jaxpr: Any) -> Any:

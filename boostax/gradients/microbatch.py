@@ -1,11 +1,13 @@
 """Micro-batches inside one step: the gradient of a large batch in the memory of a small one.
 
-The batch is cut into n parts along its leading axis, and a scan visits them::
+The batch is cut into n parts along its leading axis, part i holding every n-th example from the
+i-th on, and a scan visits them::
 
     loss = sum(w_i * loss_i) / sum(w_i)         gradient, metrics: the same
 
 with ``w_i`` the parts' ``LossAux.weight``, by default their size. The compiled step holds one
-part's activations and one sum of gradients, whatever n is.
+part's activations and one sum of gradients, whatever n is. A batch whose leading axis is split over
+devices stays where it is: each device cuts its own share (if n divides that).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from boostax import _compat
 from boostax.gradients.value_and_grad import ValueAndGrad, trained_leaves, value_and_grad
 from boostax.training import batch_stats
 from boostax.training.contract import (
@@ -48,8 +51,8 @@ def microbatch(
     Args:
       loss_fn: ``loss_fn(params, batch, *, model_state, rng) -> loss | (loss, LossAux)`` with the
         loss a mean over the examples it is given.
-      n: number of parts, an int >= 1 that divides the batch's leading size. Part i is the i-th
-        contiguous piece. 1 is the plain ``value_and_grad``.
+      n: number of parts, an int >= 1 that divides the batch's leading size. Part i holds every n-th
+        example: i, i + n, i + 2n, ... 1 is the plain ``value_and_grad``.
       has_aux: whether ``loss_fn`` returns ``(loss, LossAux)``. Default False.
       stats: what becomes of batch statistics (linen's ``batch_stats``, ``nnx.BatchStat``).
         ``"per_window"`` (default): every part starts from the same ones, and they are pooled as if
@@ -165,7 +168,7 @@ def microbatched(
                 )
             return (value, aux.replace(weight=weight_of(aux, batch))), grads
         parts = _split(batch, n)
-        first = jax.tree.map(lambda part: part[0], parts)
+        first = jax.eval_shape(lambda: _part(parts, 0))
         with batch_stats.recording_momenta() as found:
             # A new function each time, or JAX would answer from its cache and call no module.
             _, shapes = jax.eval_shape(
@@ -176,9 +179,8 @@ def microbatched(
         pooled = stats == "per_window" and bool(batch_stats.pair_paths(model_state))
         per_pair = batch_stats.momenta_for(model_state, layers, momentum) if pooled else ()
 
-        def visit(carry: _Sums, element: Any) -> tuple[_Sums, None]:
-            index, part = element
-            start = carry.model_state
+        def visit(carry: _Sums, index: jax.Array) -> tuple[_Sums, None]:
+            part, start = _part(parts, index), carry.model_state
             (value, aux), grads = of_part(params, start, part, _key(rng, index))
             weight = weight_of(aux, part)
             used: Any = True if aux.weight is None else weight != 0
@@ -219,9 +221,11 @@ def microbatched(
             ],
             model_state=jax.tree.map(jnp.asarray, model_state),
             window=batch_stats.init_window(model_state) if pooled else None,
-            aux=jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes.aux),
+            aux=jax.tree.map(_compat.zeros_of, shapes.aux),
         )
-        sums, _ = jax.lax.scan(visit, sums, (jnp.arange(n, dtype=jnp.int32), parts))
+        indices = jnp.arange(n, dtype=jnp.int32)
+        sums = _compat.as_carry(lambda carry: visit(carry, indices[0])[0], sums)
+        sums, _ = jax.lax.scan(visit, sums, indices)
 
         # Where all weights are 0 the sums are 0 as well.
         total = jnp.where(sums.weight == 0, 1.0, sums.weight)
@@ -267,8 +271,17 @@ def _split(batch: Any, n: int) -> Any:
             f"n among the divisors of {size}, or drop or pad {size % n} examples (padded ones can get "
             "the weight 0 in the loss)"
         )
+
+    # Contiguous parts would each lie on a few of the devices that share the batch.
     return jax.tree.map(
-        lambda leaf: jnp.asarray(leaf).reshape((n, size // n, *jnp.shape(leaf)[1:])), batch
+        lambda leaf: jnp.asarray(leaf).reshape((size // n, n, *jnp.shape(leaf)[1:])), batch
+    )
+
+
+def _part(parts: Any, index: Any) -> Any:
+    # Taken in the loop: scanned over, the parts would be a copy of the batch in another order.
+    return jax.tree.map(
+        lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, axis=1, keepdims=False), parts
     )
 
 

@@ -33,9 +33,9 @@ def token_loss(w, batch):
 
 
 def test_unequal_weights_by_hand():
-    # Mean gradient 6 over 1 token, then 2 over 3 tokens.
-    x = jnp.array([6.0, 0.0, 0.0, 1.0, 2.0, 3.0])
-    mask = jnp.array([1.0, 0.0, 0.0, 1.0, 1.0, 1.0])
+    # Every second example: mean gradient 6 over 1 token, then 2 over 3 tokens.
+    x = jnp.array([6.0, 1.0, 0.0, 2.0, 0.0, 3.0])
+    mask = jnp.array([1.0, 1.0, 0.0, 1.0, 0.0, 1.0])
     (loss, aux), grad = microbatch(token_loss, 2, has_aux=True)(jnp.float32(2.0), (x, mask))
     assert (float(grad), float(loss), float(aux.weight)) == (3.0, 6.0, 4.0)
     assert float(aux.metrics["x"]) == 3.0
@@ -43,9 +43,9 @@ def test_unequal_weights_by_hand():
 
 
 def test_parts_without_weight_add_nothing_even_if_their_loss_is_nan():
-    x = jnp.array([jnp.nan, 1.0, 5.0, 7.0])
+    x = jnp.array([jnp.nan, 5.0, 1.0, 7.0])
     fn = jax.jit(microbatch(token_loss, 2, has_aux=True))
-    (loss, aux), grad = fn(jnp.float32(1.0), (x, jnp.array([0.0, 0.0, 1.0, 1.0])))
+    (loss, aux), grad = fn(jnp.float32(1.0), (x, jnp.array([0.0, 1.0, 0.0, 1.0])))
     assert (float(loss), float(grad), float(aux.weight)) == (6.0, 6.0, 2.0)
     (loss, aux), grad = fn(jnp.float32(1.0), (x, jnp.zeros(4)))
     assert (float(loss), float(grad), float(aux.weight)) == (0.0, 0.0, 0.0)
@@ -134,6 +134,57 @@ def test_temp_memory_does_not_depend_on_the_number_of_parts():
     assert temp(2) == temp(4) == temp(8) == temp(16)
 
 
+def mesh_of(axis_type, size=8):
+    kinds = (getattr(jax.sharding.AxisType, axis_type),)
+    return jax.make_mesh((size,), ("data",), axis_types=kinds, devices=jax.devices()[:size])
+
+
+def row_loss(params, x):
+    y = jnp.tanh(x @ params["w"] + params["b"])
+    return jnp.mean(y**2), LossAux(metrics={"y": jnp.mean(y)}, aux={"x": x, "largest": y.max()})
+
+
+@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
+def test_a_batch_that_is_split_over_devices_stays_where_it_is(axis_type):
+    x = jax.random.normal(jax.random.key(0), (64, 2))
+    fn = jax.jit(microbatch(row_loss, 4, has_aux=True))
+    (expected, one), expected_grads = fn(params(), x)
+    np.testing.assert_array_equal(one.aux["x"], x[3::4])
+    mesh = mesh_of(axis_type)
+    split = lambda *spec: jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(params(), split()), jax.device_put(x, split("data"))
+        (loss, aux), grads = fn(*placed)
+        compiled = fn.lower(*placed).compile().as_text()
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    np.testing.assert_allclose(aux.metrics["y"], one.metrics["y"], rtol=1e-4)
+    np.testing.assert_array_equal(aux.aux["x"], one.aux["x"])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), grads, expected_grads)
+    for collective in ("all-gather", "all-to-all", "collective-permute"):
+        assert collective not in compiled
+
+
+@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
+def test_inside_shard_map_each_device_visits_its_share(axis_type):
+    x = jax.random.normal(jax.random.key(1), (12, 2))
+    mesh = mesh_of(axis_type, 2)
+    spec, whole = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+
+    def mapped(n):
+        def local(params, x):
+            (loss, aux), grads = microbatch(row_loss, n, has_aux=True)(params, x)
+            mean = lambda value: jax.lax.pmean(value, "data")
+            # The transpose of using a shared parameter on all devices is a sum over them.
+            return mean(loss), mean(aux.metrics["y"]), jax.tree.map(lambda g: g / 2, grads)
+
+        return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(whole, spec), out_specs=whole))
+
+    place = lambda tree, spec: jax.device_put(tree, jax.sharding.NamedSharding(mesh, spec))
+    expected, got = (mapped(n)(place(params(), whole), place(x, spec)) for n in (1, 3))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, expected)
+    np.testing.assert_allclose(got[0], loss_fn(params(), x), rtol=1e-5)
+
+
 class Net(nn.Module):
     @nn.compact
     def __call__(self, x):
@@ -179,7 +230,7 @@ def test_statistics_per_window_are_those_of_the_whole_batch(net):
 def test_statistics_per_micro_go_from_part_to_part(net):
     weights, state = net
     fn = microbatch(net_loss, 4, has_aux=True, stats="per_micro")
-    x = jnp.tile(jnp.array([[1.0, 2.0], [3.0, 2.0]]), (4, 1))
+    x = jnp.repeat(jnp.array([[1.0, 2.0], [3.0, 2.0]]), 4, axis=0)
     (_, aux), _ = fn(weights, x, model_state=state)
     # Four micro-batches of mean 2 from 0: 2 * (1 - 0.9**4).
     mean = aux.model_state["batch_stats"]["BatchNorm_0"]["mean"]
