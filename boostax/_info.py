@@ -52,13 +52,18 @@ def with_plain(tx: Any, plain: Any) -> Any:
     return tx
 
 
+def noted_plain(tx: Any) -> Any | None:
+    """Return what :func:`with_plain` noted, or None."""
+    return getattr(tx.update, _PLAIN, None)
+
+
 def plain_of(tx: Any) -> Any:
     """Return what ``tx`` is without boostax's parts at its outside.
 
     What was noted by :func:`with_plain`; else the transformation beneath the outer wrappers.
     """
     while True:
-        noted = getattr(tx.update, _PLAIN, None)
+        noted = noted_plain(tx)
         if noted is not None:
             return noted
         info = getattr(tx.update, _ATTRIBUTE, None)

@@ -127,8 +127,8 @@ class AutoBoost:
 
         Raises:
           ConfigError: neither or both of ``tx`` and the section ``optimizer`` are given, or the
-            optimizer does not go with what is on, or the config asks for more groups than there
-            are layers.
+            optimizer does not go with what is on (in mode ``enable_all`` that is left out
+            instead), or the config asks for more groups than there are layers.
           TypeError: ``tx`` is not a transformation.
           ValueError: ``params`` is missing, or the order of its layers can't be told.
         """
@@ -136,8 +136,8 @@ class AutoBoost:
         parts = rules.optimizer_parts(
             self.config.optimizer.build() if self.config.optimizer else base
         )
-        rules.check_optimizer(self.config, self.enabled, parts)
-        needed = [name for name in ("grad_freeze", "centralize") if name in self.enabled]
+        enabled = rules.with_optimizer(self.config, self.resolution, parts).enabled
+        needed = [name for name in ("grad_freeze", "centralize") if name in enabled]
         if needed and params is None:
             raise ValueError(
                 f"optimizer: params is needed, because {' and '.join(needed)} is on; call "
@@ -146,10 +146,10 @@ class AutoBoost:
         model = params if isinstance(params, nnx.Module) else None
         if model is not None:
             params = nnx.state(model, nnx.Param)
-        inner = inner_chain(self.config, self.enabled, base, params, model)
-        if "grad_freeze" in self.enabled:
+        inner = inner_chain(self.config, enabled, base, params, model)
+        if "grad_freeze" in enabled:
             inner = freeze(inner, make_freezing(self.config.grad_freeze, params, order))
-        if "grad_accumulation" in self.enabled and self.config.has_window:
+        if "grad_accumulation" in enabled and self.config.has_window:
             section = self.config.grad_accumulation
             needs_value = parts & rules.NEEDS_VALUE
             inner = accumulate(
@@ -176,16 +176,13 @@ class AutoBoost:
         Raises:
           ValueError: ``tx`` lacks a technique that is on.
         """
-        for name in self.enabled:
-            part = _PARTS.get(name)
-            if name == "grad_accumulation" and not self.config.has_window:
-                continue
-            if part is not None and _info.find(tx, part) is None:
-                raise ValueError(
-                    f"train_step: {name} is on, but tx holds no {part}; pass what "
-                    "boost.optimizer(tx, params) returned"
-                )
-        if "grad_accumulation" in self.enabled:
+        enabled = self._resolution_of(tx).enabled
+        for name in self._absent(tx, enabled):
+            raise ValueError(
+                f"train_step: {name} is on, but tx holds no {_PARTS[name]}; pass what "
+                "boost.optimizer(tx, params) returned"
+            )
+        if "grad_accumulation" in enabled:
             section = self.config.grad_accumulation
             settings = {
                 "microbatch": section.microbatch,
@@ -291,7 +288,8 @@ class AutoBoost:
             raise ValueError(f"describe: step, state and batch go together, got only {given}")
         if step is not None:
             told = step.describe(state, batch, **extra)
-            return BoostDescription(self.resolution, told.order, told.parameters, told)
+            resolution = self._resolution_of(step.tx)
+            return BoostDescription(resolution, told.order, told.parameters, told)
         if isinstance(params, nnx.Module):
             model, params = params, nnx.state(params, nnx.Param)
         else:
@@ -304,7 +302,29 @@ class AutoBoost:
         infos = list(_info.walk(tx))
         lines = tuple(order_line(info) for info in infos)
         fates = () if params is None else parameter_fates(infos, params)
-        return BoostDescription(self.resolution, lines, fates)
+        return BoostDescription(self._resolution_of(tx), lines, fates)
+
+    def _resolution_of(self, tx: Any) -> rules.Resolution:
+        """Return the resolution as it is in ``tx``: ``enable_all`` leaves out what clashes."""
+        if self.resolution.mode != "enable_all":
+            return self.resolution
+        base = _info.noted_plain(tx)
+        if base is not None:
+            parts = rules.optimizer_parts(base)
+            return rules.with_optimizer(self.config, self.resolution, parts)
+        absent = self._absent(tx, self.enabled)
+        parts = rules.optimizer_parts(tx)
+        return rules.with_optimizer(self.config, self.resolution, parts, absent)
+
+    def _absent(self, tx: Any, enabled: Sequence[str]) -> list[str]:
+        """Return the techniques among ``enabled`` whose part is not in ``tx``."""
+        return [
+            name
+            for name in enabled
+            if name in _PARTS
+            and (name != "grad_accumulation" or self.config.has_window)
+            and _info.find(tx, _PARTS[name]) is None
+        ]
 
     def _missing(self, seam: str | None = None) -> list[str]:
         return [

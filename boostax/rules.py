@@ -1,17 +1,18 @@
 """Which techniques exist, their order, and what excludes what: data, each row with its reason.
 
-This is the only place that knows two techniques at once. A new technique flips ``built`` in its
-row and adds its exclusions.
+With its table of exclusions (``_exclusions``) this is the only place that knows two techniques at
+once. A new technique flips ``built`` in its row and adds its exclusions.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
 from boostax._config_named import Fault
 from boostax._config_notes import notes
+from boostax._exclusions import EXCLUSIONS, NEEDS_VALUE, WINDOWS, Exclusion
 from boostax.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "EXCLUSIONS",
     "LEVELS",
+    "NEEDS_VALUE",
     "ORDER",
     "TECHNIQUES",
     "Decision",
@@ -88,72 +90,6 @@ ORDER: tuple[Place, ...] = (
     Place("centralize_update", "centralize", "on the final update, weight decay included"),
 )
 
-
-@dataclasses.dataclass(frozen=True)
-class Exclusion:
-    """Two things that don't go together.
-
-    Attributes:
-      keeps: the technique that stays with ``enable_all``, or ``"optimizer"``.
-      drops: the technique that is left out then.
-      reason: why they don't go together, and what to do instead.
-      applies: a test of the config and of the names of optax's parts in the base optimizer, for
-        exclusions that depend on them.
-    """
-
-    keeps: str
-    drops: str
-    reason: str
-    applies: Callable[[BoostConfig, frozenset[str]], bool] = lambda config, parts: True
-
-
-# Parts of optax that evaluate the loss at trial points.
-_LINE_SEARCHES = frozenset({"scale_by_zoom_linesearch", "scale_by_backtracking_linesearch"})
-# Parts of optax whose update takes the loss; a window averages it by weight.
-NEEDS_VALUE = frozenset({"scale_by_polyak", "momo", "momo_adam", "reduce_on_plateau"})
-
-EXCLUSIONS: tuple[Exclusion, ...] = (
-    Exclusion(
-        "dim_reduce",
-        "grad_accumulation",
-        "its line search needs the loss of the whole window, and a window across steps keeps only "
-        "the last micro-batch; use grad_accumulation.microbatch with every = 1",
-        lambda config, parts: config.has_window,
-    ),
-    Exclusion(
-        "dim_reduce",
-        "adasum",
-        "combining the devices' deltas would change the point that the line search accepted",
-    ),
-    Exclusion(
-        "dim_reduce",
-        "centralize",
-        "centralizing the final update would change the point that the line search accepted; "
-        'use centralize.on = "gradient"',
-        lambda config, parts: config.centralize.on == "update",
-    ),
-    Exclusion(
-        "optimizer",
-        "grad_accumulation",
-        "its line search needs the loss of the whole window, and a window across steps keeps only "
-        "the last micro-batch; use grad_accumulation.microbatch with every = 1",
-        lambda config, parts: bool(parts & _LINE_SEARCHES) and config.has_window,
-    ),
-    Exclusion(
-        "optimizer",
-        "grad_freeze",
-        "the curvature pairs of L-BFGS couple all parameters, so that a pair of which some leaves "
-        "are on hold is none",
-        lambda config, parts: "scale_by_lbfgs" in parts,
-    ),
-    Exclusion(
-        "optimizer",
-        "centralize",
-        "centralizing the final update would change the point that its line search accepted; "
-        'use centralize.on = "gradient"',
-        lambda config, parts: bool(parts & _LINE_SEARCHES) and config.centralize.on == "update",
-    ),
-)
 
 State = Literal["on", "off", "not built", "left out"]
 
@@ -298,11 +234,46 @@ def optimizer_parts(tx: Any) -> frozenset[str]:
     return frozenset(info.name for info in _info.walk(tx))
 
 
-def check_optimizer(config: BoostConfig, enabled: tuple[str, ...], parts: frozenset[str]) -> None:
-    """Raise a ConfigError where a base optimizer with these parts does not go with what is on."""
-    clashes = _clashes(config, set(enabled), parts)
-    if clashes:
-        raise ConfigError(_clash_lines(clashes))
+def with_optimizer(
+    config: BoostConfig,
+    resolution: Resolution,
+    parts: frozenset[str],
+    among: Iterable[str] | None = None,
+) -> Resolution:
+    """Return what is on around a base optimizer with these parts.
+
+    With ``enable_all``, what does not go with it is left out; in the other modes that is a
+    ConfigError. ``among`` are the techniques to look at, by default all that are on.
+    """
+    clashes = _clashes(config, set(resolution.enabled if among is None else among), parts)
+    inside = sorted(parts & (WINDOWS | {"freeze"}))
+    clips = [key for key in type(config.clip).model_fields if getattr(config.clip, key) is not None]
+    lines = [
+        f"clip.{key}: does not go with this optimizer: it holds {inside[0]}, and a clip around that "
+        "would see each call's gradient of all leaves; put the clip inside it"
+        for key in clips
+        if inside and among is None
+    ]
+    if clashes and resolution.mode != "enable_all":
+        lines = [_clash_lines(clashes), *lines]
+    if lines:
+        raise ConfigError("\n".join(lines))
+    if not clashes:
+        return resolution
+    left_out: dict[str, str] = {}
+    for row in clashes:
+        left_out.setdefault(row.drops, _exclusion_text(row))
+    told = dataclasses.replace(
+        resolution,
+        decisions=tuple(
+            Decision(d.technique, "left out", left_out[d.technique])
+            if d.technique in left_out
+            else d
+            for d in resolution.decisions
+        ),
+    )
+    wanted = _wanted(config, resolution.level)
+    return dataclasses.replace(told, notes=tuple(notes(config, wanted, told)))
 
 
 def _clashes(

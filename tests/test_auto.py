@@ -351,3 +351,91 @@ def test_the_front_door_with_linen_and_batch_norm():
         jax.tree.map(np.testing.assert_array_equal, held.params[tree], end.params[tree])
     jax.tree.map(np.testing.assert_array_equal, held.model_state, end.model_state)
     assert np.any(held.params["head"]["kernel"] != end.params["head"]["kernel"])
+
+
+# A base optimizer that has a window or a freeze of its own
+
+WINDOW = {"boost": {**MANUAL, "grad_accumulation": True}, "grad_accumulation": {"every": 2}}
+FROZEN = {"boost": {**MANUAL, "grad_freeze": True}, "grad_freeze": {"param_groups": 3}}
+
+
+def with_freeze(params):
+    groups = boostax.parameter_groups(params, 3)
+    schedule = boostax.freeze_schedule("ramp", groups, full_fraction=0.5, total_steps=4)
+    return boostax.freeze(optax.sgd(0.1), boostax.Freezing(groups, schedule))
+
+
+def own_windows():
+    return [
+        optax.MultiSteps(optax.sgd(0.1), 2),
+        optax.chain(optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation()),
+        boostax.accumulate(optax.sgd(0.1), 2),
+        optax.inject_hyperparams(lambda rate: boostax.accumulate(optax.sgd(rate), 2))(rate=0.1),
+    ]
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_a_window_goes_around_no_window(which, params):
+    tx = own_windows()[which]
+    with pytest.raises(ConfigError, match=r"boost\.grad_accumulation: .* it accumulates by itself"):
+        AutoBoost("O0", WINDOW).optimizer(tx)
+    with pytest.raises(ConfigError, match=r"boost\.grad_freeze: .* count calls instead of updates"):
+        AutoBoost("O0", FROZEN).optimizer(tx, params)
+    with pytest.raises(
+        ConfigError, match=r"clip\.value: does not go with this optimizer: it holds"
+    ):
+        AutoBoost("O0", {"clip": {"value": 1.0}}).optimizer(tx)
+    # Micro-batches inside one call are no second window.
+    AutoBoost("O0", {**WINDOW, "grad_accumulation": {"microbatch": 2}}).optimizer(tx)
+    AutoBoost("O0").optimizer(tx)
+
+
+def test_freezing_goes_around_no_freeze(params):
+    tx = with_freeze(params)
+    with pytest.raises(ConfigError, match=r"boost\.grad_freeze: .* holds boostax.freeze already"):
+        AutoBoost("O0", FROZEN).optimizer(tx, params)
+    with pytest.raises(ConfigError, match=r"clip\.global_norm: .* it holds freeze"):
+        AutoBoost("O0", {"clip": {"global_norm": 1.0}}).optimizer(tx)
+    assert names(AutoBoost("O0", WINDOW).optimizer(tx))[:2] == ["accumulate", "freeze"]
+    boost = AutoBoost("O0", FROZEN)
+    with pytest.raises(ConfigError, match="pass the optimizer that is inside it"):
+        boost.optimizer(boost.optimizer(optax.sgd(0.1), params), params)
+
+
+def test_curvature_pairs_are_found_behind_inject_hyperparams(params):
+    tx = optax.inject_hyperparams(optax.lbfgs)(learning_rate=1.0)
+    with pytest.raises(ConfigError, match="curvature pairs"):
+        AutoBoost("O0", FROZEN).optimizer(tx, params)
+    with pytest.raises(ConfigError, match="its line search needs the loss of the whole window"):
+        AutoBoost("O0", WINDOW).optimizer(tx)
+
+
+@pytest.mark.parametrize("kind", ["search", "window", "freeze"])
+def test_enable_all_leaves_out_what_the_given_optimizer_does_not_take(kind, params, batches):
+    tx = {
+        "search": optax.lbfgs(),
+        "window": optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(),
+        "freeze": with_freeze(params),
+    }[kind]
+    config = {k: v for k, v in WHOLE.items() if k != "clip"}
+    boost = AutoBoost("O0", config)
+    made = boost.optimizer(tx, params)
+    found = set(names(made)) & {"accumulate", "freeze", "centralize"}
+    assert found == ({"accumulate", "freeze"} if kind == "freeze" else set()) | {"centralize"}
+    told = boost.describe(params, made)
+    left = {d.technique: d.reason for d in told.resolution.decisions if d.state == "left out"}
+    expected = {"grad_freeze"} if kind == "freeze" else {"grad_freeze", "grad_accumulation"}
+    assert set(left) == expected
+    assert "does not go with this optimizer" in str(told)
+    step = boost.train_step(loss_fn, made)
+    state, _ = run(step, params, batches[:2])
+    whole = boost.describe(step=step, state=state, batch=batches[0])
+    assert whole.resolution == told.resolution
+    # The object itself keeps what it decided, so that another optimizer gets everything.
+    assert names(boost.optimizer(optax.sgd(0.1), params))[:3] == [
+        "accumulate",
+        "freeze",
+        "centralize",
+    ]
+    with pytest.raises(ValueError, match="grad_accumulation is on, but tx holds no accumulate"):
+        boost.train_step(loss_fn, optax.sgd(0.1))

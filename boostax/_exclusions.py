@@ -1,0 +1,103 @@
+"""What excludes what: data, each row with its reason. Read through :mod:`boostax.rules`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from boostax.config import BoostConfig
+
+__all__ = ["EXCLUSIONS", "NEEDS_VALUE", "WINDOWS", "Exclusion"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Exclusion:
+    """Two things that don't go together.
+
+    Attributes:
+      keeps: the technique that stays with ``enable_all``, or ``"optimizer"``.
+      drops: the technique that is left out then.
+      reason: why they don't go together, and what to do instead.
+      applies: a test of the config and of the names of optax's parts in the base optimizer, for
+        exclusions that depend on them.
+    """
+
+    keeps: str
+    drops: str
+    reason: str
+    applies: Callable[[BoostConfig, frozenset[str]], bool] = lambda config, parts: True
+
+
+# Parts of optax that evaluate the loss at trial points.
+_LINE_SEARCHES = frozenset({"scale_by_zoom_linesearch", "scale_by_backtracking_linesearch"})
+# A base optimizer that updates only once in several calls by itself.
+WINDOWS = frozenset({"MultiSteps", "accumulate"})
+# Parts of optax whose update takes the loss; a window averages it by weight.
+NEEDS_VALUE = frozenset({"scale_by_polyak", "momo", "momo_adam", "reduce_on_plateau"})
+
+EXCLUSIONS: tuple[Exclusion, ...] = (
+    Exclusion(
+        "dim_reduce",
+        "grad_accumulation",
+        "its line search needs the loss of the whole window, and a window across steps keeps only "
+        "the last micro-batch; use grad_accumulation.microbatch with every = 1",
+        lambda config, parts: config.has_window,
+    ),
+    Exclusion(
+        "dim_reduce",
+        "adasum",
+        "combining the devices' deltas would change the point that the line search accepted",
+    ),
+    Exclusion(
+        "dim_reduce",
+        "centralize",
+        "centralizing the final update would change the point that the line search accepted; "
+        'use centralize.on = "gradient"',
+        lambda config, parts: config.centralize.on == "update",
+    ),
+    Exclusion(
+        "optimizer",
+        "grad_accumulation",
+        "its line search needs the loss of the whole window, and a window across steps keeps only "
+        "the last micro-batch; use grad_accumulation.microbatch with every = 1",
+        lambda config, parts: bool(parts & _LINE_SEARCHES) and config.has_window,
+    ),
+    Exclusion(
+        "optimizer",
+        "grad_accumulation",
+        "it accumulates by itself (optax.MultiSteps or boostax.accumulate), and one window inside "
+        "another updates once in every * every calls; pass the optimizer that is inside it",
+        lambda config, parts: bool(parts & WINDOWS) and config.has_window,
+    ),
+    Exclusion(
+        "optimizer",
+        "grad_freeze",
+        "it accumulates by itself (optax.MultiSteps or boostax.accumulate), and freezing around a "
+        "window would count calls instead of updates; pass the optimizer that is inside it, and "
+        "let grad_accumulation.every make the window",
+        lambda config, parts: bool(parts & WINDOWS),
+    ),
+    Exclusion(
+        "optimizer",
+        "grad_freeze",
+        "it holds boostax.freeze already, with groups and a schedule of its own; pass the "
+        "optimizer that is inside it",
+        lambda config, parts: "freeze" in parts,
+    ),
+    Exclusion(
+        "optimizer",
+        "grad_freeze",
+        "the curvature pairs of L-BFGS couple all parameters, so that a pair of which some leaves "
+        "are on hold is none",
+        lambda config, parts: "scale_by_lbfgs" in parts,
+    ),
+    Exclusion(
+        "optimizer",
+        "centralize",
+        "centralizing the final update would change the point that its line search accepted; "
+        'use centralize.on = "gradient"',
+        lambda config, parts: bool(parts & _LINE_SEARCHES) and config.centralize.on == "update",
+    ),
+)
