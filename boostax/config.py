@@ -8,7 +8,6 @@ never runs code from it, opens a connection or unpickles anything.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from typing import Any
 import pydantic
 from pydantic.json_schema import SkipJsonSchema
 
+from boostax._config_json import parse_json, repeated
 from boostax._config_named import Fault, Named, parse, plain, show
 from boostax._config_sections import (
     ALTERNATIVES,
@@ -83,7 +83,26 @@ class BoostConfig(pydantic.BaseModel):
     optimizer: SkipJsonSchema[Named | None] = None
 
     def __init__(self, /, **sections: Any) -> None:
-        super().__init__(**_checked(sections))
+        checked, faults = _read(sections)
+        if faults:
+            raise ConfigError(_message(faults))
+        super().__init__(**checked)
+
+    @classmethod
+    def model_validate(cls, obj: Any, **options: Any) -> BoostConfig:
+        """Check a mapping as :func:`load_config` does; pydantic's options have no effect."""
+        del options
+        return obj if isinstance(obj, BoostConfig) else _build(obj, "")
+
+    @classmethod
+    def model_validate_json(cls, json_data: str | bytes | bytearray, **options: Any) -> BoostConfig:
+        """Check JSON text as :func:`load_config` checks a file."""
+        del options
+        try:
+            text = json_data if isinstance(json_data, str) else json_data.decode("utf-8-sig")
+        except UnicodeDecodeError:
+            raise ConfigError("the config is not UTF-8 text") from None
+        return _build(parse_json(text, ""), "")
 
     @property
     def every(self) -> int | Callable[..., Any]:
@@ -184,51 +203,29 @@ def _load_file(path: str | os.PathLike[Any]) -> BoostConfig:
     shown = os.fsdecode(path)
     try:
         with open(path, encoding="utf-8-sig") as file:
-            raw = json.load(file, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+            text = file.read()
     except OSError as error:
         raise ConfigError(
             f"{shown}: can't read the config: {error.strerror or error}; give the path of a JSON file"
         ) from None
     except UnicodeDecodeError:
         raise ConfigError(f"{shown}: the config is not UTF-8 text; save it as UTF-8") from None
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"{shown}: line {error.lineno}, column {error.colno}: broken JSON: {error.msg}"
-        ) from None
-    except RecursionError:
-        raise ConfigError(f"{shown}: the config is nested too deeply") from None
-    except ValueError as error:  # a null byte in the path, a number with too many digits, our hooks
+    except ValueError as error:  # a null byte in the path
         raise ConfigError(f"{shown}: {error}") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(
-            f"{shown}: the top level must be an object with sections, got {show(raw)}"
-        )
-    return _build(raw, f"{shown}: ")
+    return _build(parse_json(text, f"{shown}: "), f"{shown}: ")
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise ValueError(f"the key {key!r} stands twice in one object; keep one of them")
-        result[key] = value
-    return result
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"got {name}; allowed: finite numbers")
-
-
-def _build(raw: Mapping[Any, Any], prefix: str) -> BoostConfig:
+def _build(raw: Any, prefix: str) -> BoostConfig:
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"{prefix}the top level must be an object with sections, got {show(raw)}")
     try:
-        names = [key for key in raw if not isinstance(key, str)]
-        if names:
-            raise ConfigError(_message([Fault(_TOP, f"the key {n!r} is not text") for n in names]))
-        return BoostConfig(**raw)
-    except ConfigError as error:
-        raise ConfigError(f"{prefix}{error}") from None
+        sections, faults = _read(raw)
+        faults = repeated(raw) + faults
     except RecursionError:
         raise ConfigError(f"{prefix}the config is nested too deeply, or contains itself") from None
+    if faults:
+        raise ConfigError(prefix + _message(faults))
+    return BoostConfig(**sections)
 
 
 def _message(faults: list[Fault]) -> str:
@@ -236,8 +233,8 @@ def _message(faults: list[Fault]) -> str:
     return f"{count} in the config:\n" + "\n".join(f"- {fault}" for fault in faults)
 
 
-def _checked(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sections' arguments, or raise one ConfigError with all faults."""
+def _read(raw: Mapping[Any, Any]) -> tuple[dict[str, Any], list[Fault]]:
+    """Return the sections, with faulty values left at their defaults, and all faults."""
     from boostax import rules
 
     faults: list[Fault] = []
@@ -247,7 +244,9 @@ def _checked(raw: Mapping[str, Any]) -> dict[str, Any]:
         value = _normalise(value)
         if name == "$schema" and isinstance(value, str):
             continue  # for the editor
-        if name not in known:
+        if not isinstance(name, str):
+            faults.append(Fault(_TOP, f"the key {name!r} is not text"))
+        elif name not in known:
             faults.append(_unknown(name, name, known, "section"))
         elif name == "optimizer":
             sections[name], found = _read_optimizer(value)
@@ -257,13 +256,12 @@ def _checked(raw: Mapping[str, Any]) -> dict[str, Any]:
             faults += found
     for names in ALTERNATIVES:
         given = [f"{s}.{k}" for s, k in names if s in raw and k in (_mapping(raw[s]) or {})]
-        if len(given) > 1:
-            faults.append(Fault(given[1], f"says the same as {given[0]}; give one of them"))
+        faults += [
+            Fault(path, f"says the same as {given[0]}; give one of them") for path in given[1:]
+        ]
     # Faulty values are their defaults by now, so that the rules can list their faults as well.
     faults += rules.faults(BoostConfig.model_construct(**sections))
-    if faults:
-        raise ConfigError(_message(faults))
-    return sections
+    return sections, faults
 
 
 def _mapping(value: Any) -> Mapping[Any, Any] | None:

@@ -756,3 +756,61 @@ def test_the_schema_knows_ranges_masks_and_missing_names():
         refused({"optimizer": {**ADAMW, **wrong}})
     (fault,) = validator.iter_errors({"optimizer": {"learning_rate": 0.1}})
     assert fault.message == "'name' is a required property"
+
+
+def test_every_further_name_of_a_setting_is_a_fault():
+    message = refused({"clip": {"global_norm": 1.0, "value": 1.0, "adaptive": 1.0}}, "2 faults")
+    for key in ("value", "adaptive"):
+        assert f"clip.{key}: says the same as clip.global_norm" in message
+    refused(
+        {
+            "grad_accumulation": {"every": 2, "grad_accumulation_step": 2},
+            "common": {"grad_accumulation_step": 2},
+        },
+        "2 faults",
+        "grad_accumulation.grad_accumulation_step: says the same as grad_accumulation.every",
+        "common.grad_accumulation_step: says the same as grad_accumulation.every",
+    )
+
+
+def test_what_json_lacks_is_listed_with_the_other_faults(tmp_path):
+    text = """{
+        "boost": {"adasum": "False", "mode": "auto", "mode": "auto"},
+        "grad_freeze": {"freeze_p": NaN},
+        "dim_reduce": {"rho": -Infinity, "alpha": Infinity},
+        "optimizer": {"name": "sgd", "learning_rate": NaN, "momentum": {"a": [{"b": 1, "b": 2}]}},
+        "less_bn": {}, "less_bn": {}
+    }"""
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    parts = [
+        "boost.mode: the key 'mode' stands twice in one object",
+        "optimizer.momentum.a[0].b: the key 'b' stands twice",
+        "less_bn: the key 'less_bn' stands twice",
+        'boost.adasum: got "False" (text)',
+        "grad_freeze.freeze_p: got NaN (a number); allowed: a number from 0 to 1",
+        "dim_reduce.rho: got -Infinity",
+        "dim_reduce.alpha: got Infinity",
+        "optimizer.learning_rate: got NaN",
+        "optimizer.momentum: got",
+    ]
+    message = refused(path, "9 faults", *parts)
+    assert message.count("\n- ") == 9
+    with pytest.raises(ConfigError, match="9 faults"):
+        BoostConfig.model_validate_json(text)
+    refused({3: {}, "bost": {}}, "2 faults", "the key 3 is not text", "bost: unknown section")
+
+
+def test_pydantics_own_entrances_raise_the_same_error():
+    for wrong in ({"boost": {"adasum": 1}}, {"bost": {}}, [], None, 3):
+        with pytest.raises(ConfigError):
+            BoostConfig.model_validate(wrong)
+        with pytest.raises(ConfigError):
+            BoostConfig.model_validate_json(json.dumps(wrong))
+    for broken in ("{", b"\xff", "NaN"):
+        with pytest.raises(ConfigError):
+            BoostConfig.model_validate_json(broken)
+    right = {"grad_freeze": {"param_groups": 3}}
+    config = BoostConfig.model_validate(right)
+    assert config == load_config(right) == BoostConfig.model_validate_json(json.dumps(right))
+    assert BoostConfig.model_validate(config) is config
