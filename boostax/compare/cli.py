@@ -134,14 +134,18 @@ def _run(args: argparse.Namespace) -> int:
         task_digest=source_digest(source),
     )
     store = RunStore(args.out, fresh=args.fresh)
+    if args.tensorboard:
+        _make(store.folder / "tensorboard")
     with Display(plan) as display:
         try:
             runs, builds = compare(plan, store, display)
         except KeyboardInterrupt:
             display.close()
+            # Before all run files are read, nobody has counted.
+            kept = f"{display.kept} of {display.total}" if display.total else "the finished"
             print(
-                f"\nboostax compare: interrupted; {display.kept} of {display.total} runs are kept in "
-                f"{store.runs}, and the same command goes on from there",
+                f"\nboostax compare: interrupted; {kept} runs are kept in {store.runs}, and the same "
+                "command goes on from there",
                 file=sys.stderr,
             )
             return 130
@@ -154,6 +158,15 @@ def _run(args: argparse.Namespace) -> int:
     display.console.print(terminal_table(results))
     print(f"Report: {written[0]}")
     return 0
+
+
+def _make(folder: pathlib.Path) -> None:
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"--tensorboard: can't make the folder {str(folder)!r} ({error.strerror})"
+        ) from None
 
 
 def _target(text: str) -> Any:

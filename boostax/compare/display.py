@@ -24,12 +24,12 @@ class Display(Watcher):
         progress = require("rich.progress", "demo")
         self.console = require("rich.console", "demo").Console()
         self.console.print(
-            f"[bold]{_escape(plan.task.name)}[/bold]: {len(plan.arms)} arms x {plan.seeds} seeds, "
+            f"[bold]{_escape(plan.task.name)}[/bold]\n{len(plan.arms)} arms x {plan.seeds} seeds, "
             f"{plan.steps} steps each, target {_escape(str(plan.target))}"
         )
         self._bars = progress.Progress(
             progress.TextColumn("{task.description}"),
-            progress.BarColumn(bar_width=20),
+            progress.BarColumn(bar_width=12),
             progress.MofNCompleteColumn(),
             progress.TextColumn("{task.fields[told]}"),
             progress.TimeElapsedColumn(),
@@ -60,26 +60,36 @@ class Display(Watcher):
     def start(self, arm: str, seed: int) -> None:
         if self._one is not None:
             self._bars.remove_task(self._one)
-        self._one = self._bars.add_task(f"{_escape(arm)}, seed {seed}", total=None, told="starting")
+        self._one = self._bars.add_task(
+            f"{_escape(_short(arm, 16))}, seed {seed}", total=None, told="starting"
+        )
 
     def progress(
         self, step: int, steps: int, loss: float | None, metrics: Mapping[str, float]
     ) -> None:
-        parts = [] if loss is None else [f"loss {loss:.4g}"]
+        del loss  # the metric is what the target is about, and a line has 80 columns
+        told = ""
         if self._metric in metrics:
-            parts.append(f"{_escape(self._metric)} {metrics[self._metric]:.4g}")
-        self._bars.update(self._one, total=steps, completed=step, told="  ".join(parts))
+            told = f"{_escape(_short(self._metric, 10))} {metrics[self._metric]:.4g}"
+        self._bars.update(self._one, total=steps, completed=step, told=told)
 
     def finish(self, run: Mapping[str, Any]) -> None:
         self.kept += 1
         self._bars.update(self._all, completed=self.kept)
-        metrics = run["evaluations"][-1]["metrics"]
-        told = ", ".join(f"{_escape(k)} {_number(v)}" for k, v in metrics.items())
-        self.console.print(
-            f"{_escape(run['arm'])}, seed {run['seed']}: {told}; {sum(run['step_seconds']):.2f} s in "
-            f"steps, {run['compile_seconds']:.2f} s compiling",
-            highlight=False,
-        )
+        self.console.print(_escape(finished_line(run, self._metric)), highlight=False)
+
+
+def finished_line(run: Mapping[str, Any], metric: str) -> str:
+    """Return what is told of a finished run, in less than 80 columns."""
+    value = run["evaluations"][-1]["metrics"].get(metric)
+    return (
+        f"{_short(run['arm'], 16)}, seed {run['seed']}: {_short(metric, 10)} {_number(value)}; "
+        f"{sum(run['step_seconds']):.2f} s, compiling {run['compile_seconds']:.1f} s"
+    )
+
+
+def _short(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"
 
 
 def _number(value: float | None) -> str:

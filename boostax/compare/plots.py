@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from boostax.compare.statistics import median
+from boostax.compare.storage import MARK
 from boostax.errors import require
 
 __all__ = ["plot_all"]
@@ -48,7 +49,7 @@ def _figure(width: float, height: float) -> Any:
 
 def _png(figure: Any) -> bytes:
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", metadata={"Software": None})
+    figure.savefig(buffer, format="png", metadata={"Software": MARK})
     return buffer.getvalue()
 
 

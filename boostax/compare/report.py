@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from boostax.compare.plots import plot_all
-from boostax.compare.storage import write_bytes, write_json
+from boostax.compare.storage import MARK, write_bytes, write_json
 from boostax.errors import require
 
 __all__ = ["COLUMNS", "rows", "terminal_table", "write_report"]
@@ -51,7 +51,7 @@ def rows(results: Mapping[str, Any]) -> list[list[str]]:
                 _interval({k: v and v * 1e3 for k, v in arm["step_seconds"].items()}, "{:.2f}"),
                 f"{arm['compile_seconds']:.1f}",
                 flops_text,
-                _interval(arm["final"].get(metric), "{:.4g}"),
+                _final(arm["final"].get(metric)),
                 arm["verdict"],
             ]
         )
@@ -80,7 +80,7 @@ def terminal_table(results: Mapping[str, Any]) -> Any:
             _plain(arm["step_seconds"]["median"] * 1e3, "{:.2f}"),
             f"{arm['compile_seconds']:.1f}",
             "?" if flops is None else f"{flops:.2f}",
-            "" if final is None else _plain(final["median"], "{:.4f}"),
+            _final(final, whole=False),
         )
         table.add_row(*(text(cell) for cell in cells))
     told = [
@@ -146,7 +146,8 @@ def page(results: Mapping[str, Any], images: Mapping[str, bytes]) -> str:
         body.append(_arm_section(arm))
     body.append("<h2>How it was measured</h2>" + _method(results))
     body.append("<h2>Every run</h2>" + _runs_section(results))
-    return _PAGE.replace("{title}", escape(results["task"])).replace("{body}", "\n".join(body))
+    head = _PAGE.replace("{mark}", MARK).replace("{title}", escape(results["task"]))
+    return head.replace("{body}", "\n".join(body))
 
 
 def _compile_section(results: Mapping[str, Any]) -> str:
@@ -262,6 +263,16 @@ def _interval(value: Mapping[str, Any] | None, form: str) -> str:
     return middle if low == high == middle else f"{middle} [{low}, {high}]"
 
 
+def _final(value: Mapping[str, Any] | None, *, whole: bool = True) -> str:
+    if value is None:
+        return ""
+    missing = value["not_finite"]
+    if value["median"] is None:
+        return "not finite"
+    text = _interval(value, "{:.4g}") if whole else f"{value['median']:.4f}"
+    return f"{text} ({missing} not finite)" if missing else text
+
+
 def _ratio(arm: Mapping[str, Any], key: str, *, whole: bool = True) -> str:
     if arm["reached"] == 0:
         return "-"
@@ -288,7 +299,8 @@ def _si(value: float) -> str:
 
 
 _PAGE = """<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<html lang="en"><head><meta charset="utf-8"><meta name="generator" content="{mark}">
+<title>{title}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <style>
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1180px; margin: 2em auto; padding: 0 1em;

@@ -32,7 +32,8 @@ def summarise(
     """Return the contents of ``results.json``.
 
     Every interval is ``{"median", "low", "high"}`` with the 95 % bootstrap interval over the seeds;
-    a ``null`` there means "longer than the budget" (the run missed the target). Ratios are of pairs
+    a ``null`` there means "longer than the budget" (the run missed the target). The final metrics
+    are those of the runs where they are finite; ``not_finite`` counts the others. Ratios are of pairs
     with equal seeds; below 1 the arm needs less than the plain one.
 
     Args:
@@ -109,9 +110,7 @@ def _arm(
         "flops_per_step": flops,
         "temp_bytes": records[0].get("temp_bytes"),
         "final": {
-            name: _interval(
-                [_number(run["evaluations"][-1]["metrics"].get(name)) for run in records]
-            )
+            name: _final([run["evaluations"][-1]["metrics"].get(name) for run in records])
             for name in metrics
         },
         "flops_ratio": flops / flops_plain if flops and flops_plain else None,
@@ -136,8 +135,10 @@ def _interval(values: Sequence[float]) -> dict[str, float]:
     return dataclasses.asdict(bootstrap_median([v for v in values if not math.isnan(v)]))
 
 
-def _number(value: Any) -> float:
-    return math.nan if value is None else float(value)
+def _final(values: Sequence[float | None]) -> dict[str, Any]:
+    """Return the interval of the finite values, and how many are not."""
+    finite = [float(v) for v in values if v is not None]
+    return {**_interval(finite), "not_finite": len(values) - len(finite)}
 
 
 def _run(plan: Plan, run: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,12 +16,14 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from boostax.compare.records import RUN_FORMAT, run_faults
 from boostax.compare.task import UsageError
 
 __all__ = ["RUN_FORMAT", "RunStore", "fingerprint", "plain_json", "write_json"]
 
-RUN_FORMAT = "boostax-compare-run/1"
-_KEYS = ("fingerprint", "settings", "arm", "seed", "step_seconds", "evaluations")
+# What write_report writes; each carries this mark, so that nobody else's file is overwritten.
+MARK = "boostax compare"
+_OUTPUTS = ("report.html", "curves.png", "time_to_target.png")
 
 
 def plain_json(value: Any) -> Any:
@@ -117,10 +119,11 @@ class RunStore:
         self.folder = pathlib.Path(folder)
         self.runs = self.folder / "runs"
         try:
-            self.runs.mkdir(parents=True, exist_ok=True)
-            probe = self.runs / f".probe.{os.getpid()}.tmp"
-            probe.write_bytes(b"")
-            probe.unlink()
+            for place in (self.folder, self.runs):
+                place.mkdir(parents=True, exist_ok=True)
+                probe = place / f".probe.{os.getpid()}.tmp"
+                probe.write_bytes(b"")
+                probe.unlink()
         except OSError as error:
             raise UsageError(
                 f"--out: can't write to the folder {str(self.folder)!r} ({error.strerror}); give "
@@ -132,11 +135,14 @@ class RunStore:
                 f"--out: {results} is not of boostax compare and would be overwritten; give "
                 "another folder"
             )
+        for name in _OUTPUTS:
+            check_output(self.folder / name)
         for left in self.runs.glob(".*.json.*.tmp"):  # of a run that was killed while writing
             left.unlink(missing_ok=True)
         if fresh:
             for path in sorted(self.runs.glob("*.json")):
-                if not _is_ours(path, RUN_FORMAT):
+                # A run cut short by a full disk is ours too; its first line says so.
+                if not _is_ours(path, RUN_FORMAT) and not _begins_as_a_run(path):
                     raise UsageError(
                         f"--fresh: {path} is not a whole run of boostax compare and is left alone; "
                         "move or delete it yourself"
@@ -157,14 +163,10 @@ class RunStore:
         if not path.exists():
             return None
         run = _read(path)
-        if (
-            not isinstance(run, dict)
-            or run.get("format") != RUN_FORMAT
-            or any(key not in run for key in _KEYS)
-        ):
+        if faults := run_faults(run):
             raise UsageError(
-                f"{path} is not a whole run of boostax compare; delete it and start again to make "
-                "this run anew"
+                f"{path} is not a whole run of boostax compare ({'; '.join(faults)}); delete it and "
+                "start again to make this run anew"
             )
         if (run["arm"], run["seed"]) != (arm, seed):
             raise UsageError(
@@ -184,6 +186,37 @@ class RunStore:
         full = {"format": RUN_FORMAT, "fingerprint": fingerprint(run["settings"]), **run}
         write_json(path, full)
         return path
+
+
+def check_output(path: pathlib.Path) -> None:
+    """Check before any training that a file of the report can be written, and is nobody else's.
+
+    Raises:
+      UsageError: it is a folder, or holds something that is not of boostax compare.
+    """
+    if not path.exists():
+        return
+    try:
+        with open(path, "rb") as file:
+            head = file.read(1000)
+    except OSError as error:
+        raise UsageError(
+            f"--out: {path} is not a file that can be read ({error.strerror}), and the report goes "
+            "there; move it, or give another folder"
+        ) from None
+    if head and MARK.encode() not in head:
+        raise UsageError(
+            f"--out: {path} is not of boostax compare and would be overwritten; move it, or give "
+            "another folder"
+        )
+
+
+def _begins_as_a_run(path: pathlib.Path) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return f'"format": "{RUN_FORMAT}"'.encode() in file.read(200)
+    except OSError:
+        return False
 
 
 def _read(path: pathlib.Path) -> Any:

@@ -16,6 +16,7 @@ from boostax.compare import Task, UsageError
 from boostax.compare.arms import Arm, build_arm, load_arms
 from boostax.compare.cli import add_arguments, run
 from boostax.compare.measure import run_arm, split_compile_time
+from boostax.compare.report import rows
 from boostax.compare.results import summarise
 from boostax.compare.runner import Plan, compare, run_order
 from boostax.compare.storage import RunStore
@@ -90,6 +91,7 @@ def test_the_command_writes_a_report_that_stands_alone(folder, capsys):
         assert fact in page
     for name in ("curves.png", "time_to_target.png"):
         assert (out / name).read_bytes().startswith(b"\x89PNG")
+    RunStore(out)  # knows its own files again
     results = json.loads((out / "results.json").read_text())
     assert results["format"] == "boostax-compare/1"
     assert results["target"] == {
@@ -145,6 +147,37 @@ def test_an_interruption_loses_only_the_run_in_progress(folder, capsys, no_plots
     monkeypatch.setattr(runner, "run_arm", real)
     assert command(folder, "--seeds", "2") == 0
     assert "2 of 4 runs are there already" in capsys.readouterr().out
+
+
+def test_an_interruption_before_the_count_names_no_number(folder, capsys, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RunStore, "load", interrupted)
+    assert command(folder, "--seeds", "2") == 130
+    told = capsys.readouterr().err
+    assert "interrupted; the finished runs are kept in" in told
+    assert "0 of 0" not in told
+
+
+@pytest.mark.parametrize("place", ["report.html", "tensorboard"])
+def test_places_that_are_taken_are_told_before_the_training(folder, capsys, monkeypatch, place):
+    monkeypatch.setattr("boostax.compare.runner.run_arm", None)
+    (folder / "out").mkdir()
+    if place == "tensorboard":
+        (folder / "out" / place).write_text("")
+    else:
+        (folder / "out" / place).mkdir()
+    assert command(folder, "--seeds", "1", "--tensorboard") == 2
+    assert place in capsys.readouterr().err
+
+
+def test_a_metric_that_is_never_finite_is_said_to_be_so(tmp_path):
+    plan = Plan(tiny_task(), (Arm("plain"),), 1, 60, parse_target("mse<=1e-3"), 1e6, 20)
+    runs, builds = compare(plan, RunStore(tmp_path))
+    results = summarise(plan, runs, builds, "")
+    assert results["arms"][0]["final"]["mse"]["not_finite"] == 1
+    assert "not finite" in rows(results)[0]
 
 
 def test_a_fault_in_the_users_code_keeps_its_traceback(folder):

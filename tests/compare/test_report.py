@@ -5,7 +5,8 @@ import argparse
 import pytest
 
 from boostax.compare.cli import add_arguments
-from boostax.compare.report import _ratio
+from boostax.compare.display import finished_line
+from boostax.compare.report import _final, _ratio
 
 
 @pytest.mark.parametrize(
@@ -33,3 +34,26 @@ def test_the_digits_have_more_seeds_than_a_task_of_ones_own(capsys):
     add_arguments(parser)
     assert parser.parse_args([]).seeds is None
     assert "default 5, for the digits 9" in " ".join(parser.format_help().split())
+
+
+def test_a_metric_that_is_not_finite_is_not_infinity():
+    value = {"median": 0.5, "low": 0.25, "high": 1.0, "not_finite": 0}
+    assert _final(value) == "0.5 [0.25, 1]"
+    assert _final({**value, "not_finite": 2}) == "0.5 [0.25, 1] (2 not finite)"
+    nothing = {"median": None, "low": None, "high": None, "not_finite": 5}
+    assert _final(nothing) == _final(nothing, whole=False) == "not finite"
+    assert _final(None) == ""
+
+
+@pytest.mark.parametrize(("arm", "metric"), [("accumulation", "accuracy"), ("x" * 90, "y" * 90)])
+def test_live_lines_fit_into_80_columns(arm, metric):
+    run = {
+        "arm": arm,
+        "seed": 10,
+        "step_seconds": [1234.5],
+        "compile_seconds": 123.4,
+        "evaluations": [{"metrics": {metric: -0.00012345}}],
+    }
+    line = finished_line(run, metric)
+    assert len(line) < 80
+    assert line.endswith("-0.0001234; 1234.50 s, compiling 123.4 s")

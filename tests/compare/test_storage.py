@@ -18,9 +18,22 @@ def run_of(arm="plain", seed=0, settings=SETTINGS):
         "arm": arm,
         "seed": seed,
         "settings": settings,
+        "build": {
+            "updates": 2, "config": {}, "enabled": [], "notes": ["a"], "learning_rate": 0.1
+        },
+        "loss": [2.0, None],
         "step_seconds": [0.1, np.float32(0.5)],
-        "evaluations": [],
-    }
+        "cpu_seconds": [0.1, 0],
+        "compile_seconds": 1.5,
+        "compilations": 1,
+        "flops_per_step": None,
+        "temp_bytes": 10,
+        "evaluations": [point(0), point(2, metrics={"accuracy": None})],
+    }  # fmt: skip
+
+
+def point(step, **change):
+    return {"step": step, "seconds": 0.5, "cpu_seconds": 1, "metrics": {"accuracy": 0.5}, **change}
 
 
 def test_plain_json_knows_numpy_and_replaces_what_json_lacks():
@@ -132,3 +145,62 @@ def test_arms_that_would_share_a_file_are_refused():
         check_names(["O1", "plain", "o1"])
     with pytest.raises(UsageError, match="arms 'ab' and 'ab'"):
         check_names(["ab", "ab"])
+
+
+MISSING = object()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("build", MISSING, "build: missing or not an object"),
+        ("build", {"updates": 1}, r"build\.config: missing or not an object"),
+        ("evaluations", [], "evaluations: missing or not a list with a part in it"),
+        ("evaluations", [3], "evaluations: one has no step"),
+        ("evaluations", [point("0")], "evaluations: one has no step"),
+        ("evaluations", [point(0, metrics={"accuracy": "high"})], "evaluations: one has no step"),
+        ("evaluations", [point(2), point(0)], "evaluations: their steps are not in order"),
+        ("evaluations", [point(3)], "or not those of the run"),
+        ("step_seconds", "x", "step_seconds: missing or not a list of numbers"),
+        ("step_seconds", [0.1, None], "step_seconds: missing or not a list of numbers"),
+        ("step_seconds", [0.1], "are not of one length"),
+        ("loss", MISSING, "loss: missing or not a list of numbers"),
+        ("compile_seconds", True, "compile_seconds: missing or not a number"),
+        ("flops_per_step", "many", "flops_per_step: missing or not a number or null"),
+        ("settings", [], "settings: missing or not an object"),
+    ],
+)
+def test_a_run_with_a_field_missing_or_ill_typed_is_named(tmp_path, key, value, message):
+    store = RunStore(tmp_path)
+    run = {**run_of(), key: value}
+    path = store.path("plain", 0)
+    whole = {"format": "boostax-compare-run/1", "fingerprint": fingerprint(SETTINGS), **run}
+    write_json(path, {k: v for k, v in whole.items() if v is not MISSING})
+    with pytest.raises(UsageError, match=rf"plain-seed0\.json is not a whole run.*{message}"):
+        store.load("plain", 0, SETTINGS)
+    RunStore(tmp_path, fresh=True)
+    assert store.load("plain", 0, SETTINGS) is None
+
+
+def test_a_truncated_run_is_thrown_away_by_fresh(tmp_path):
+    store = RunStore(tmp_path)
+    path = store.save(run_of())
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(UsageError, match="is not a whole run"):
+        store.load("plain", 0, SETTINGS)
+    RunStore(tmp_path, fresh=True)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("name", ["report.html", "curves.png", "time_to_target.png"])
+def test_files_of_the_report_are_looked_at_before_the_training(tmp_path, name):
+    (tmp_path / name).mkdir()
+    with pytest.raises(UsageError, match=f"{name} is not a file"):
+        RunStore(tmp_path)
+    (tmp_path / name).rmdir()
+    (tmp_path / name).write_text("<html>mine</html>")
+    with pytest.raises(UsageError, match=f"{name} is not of boostax compare"):
+        RunStore(tmp_path)
+    assert (tmp_path / name).read_text() == "<html>mine</html>"
+    (tmp_path / name).write_text("<html>... boostax compare")
+    RunStore(tmp_path)
