@@ -76,9 +76,10 @@ def chain_order(config: BoostConfig, enabled: tuple[str, ...]) -> tuple[str, ...
         "optimizer": True,
         "centralize_update": "centralize" in enabled and config.centralize.on == "update",
     }
+    whys = {} if there["accumulate"] else {"clip": "on the gradient of the trainable leaves"}
     names = {"optimizer": config.optimizer.name if config.optimizer else "your optimizer"}
     return tuple(
-        f"{names.get(place.part, place.part)}: {place.why}"
+        f"{names.get(place.part, place.part)}: {whys.get(place.part, place.why)}"
         for place in rules.ORDER
         if there[place.part]
     )

@@ -1,13 +1,14 @@
 """The command line: ``boostax compare``, ``describe``, ``validate`` and ``schema``.
 
-Exit codes: 0 fine, 2 wrong input (the message goes to stderr, without a traceback), 130 after
-Ctrl-C, 141 when the reader of the output has gone.
+Exit codes: 0 fine, 2 wrong input or an output that can't be written (the message goes to stderr,
+without a traceback), 130 after Ctrl-C, 141 when the reader of the output has gone.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import json
 import os
 import sys
@@ -26,6 +27,10 @@ _COMMANDS = {
 }
 
 
+# Errors of a full or broken disk; others are no fault of the output and keep their traceback.
+_UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
@@ -39,13 +44,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(arguments)
     except BrokenPipeError:
-        # Python flushes stdout once more at exit, which must not fail again.
-        with contextlib.suppress(OSError, ValueError):  # stdout may be no file, as in a notebook
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _give_up_stdout()
         return 141
+    except OSError as error:
+        if error.errno not in _UNWRITABLE:
+            raise
+        _give_up_stdout()
+        print(f"boostax: can't write the output: {error.strerror}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("\nboostax: interrupted", file=sys.stderr)
         return 130
+
+
+def _give_up_stdout() -> None:
+    # Python flushes stdout once more at exit, which must not fail again.
+    with contextlib.suppress(OSError, ValueError):  # stdout may be no file, as in a notebook
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _flush() -> None:
+    if sys.stdout is not None:  # as after >&-
+        sys.stdout.flush()
 
 
 def _run(arguments: list[str]) -> int:
@@ -53,7 +73,7 @@ def _run(arguments: list[str]) -> int:
     try:
         args = parser.parse_args(arguments)
     except SystemExit as stop:  # argparse has printed help, version or what is wrong
-        sys.stdout.flush()
+        _flush()
         return stop.code if isinstance(stop.code, int) else 2
     if args.command is None:
         parser.print_help(sys.stderr)
@@ -64,7 +84,7 @@ def _run(arguments: list[str]) -> int:
     except (ConfigError, MissingExtraError) as error:
         print(f"boostax {args.command}: {error}", file=sys.stderr)
         code = 2
-    sys.stdout.flush()
+    _flush()
     return code
 
 

@@ -439,3 +439,13 @@ def test_enable_all_leaves_out_what_the_given_optimizer_does_not_take(kind, para
     ]
     with pytest.raises(ValueError, match="grad_accumulation is on, but tx holds no accumulate"):
         boost.train_step(loss_fn, optax.sgd(0.1))
+
+
+def test_the_clip_is_on_a_windows_mean_only_where_there_is_a_window():
+    clip = {"clip": {"global_norm": 1.0}}
+    assert AutoBoost("O0", clip).describe().order == (
+        "clip: on the gradient of the trainable leaves",
+        "your optimizer: sees the gradient that all the others have shaped",
+    )
+    windowed = AutoBoost("O0", {**WINDOW, **clip}).describe().order
+    assert windowed[1] == "clip: on the window's mean gradient of the trainable leaves"

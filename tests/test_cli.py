@@ -1,5 +1,6 @@
 """The command line: exit codes, messages without tracebacks, and clean ends."""
 
+import errno
 import json
 import os
 import subprocess
@@ -128,6 +129,29 @@ def test_a_reader_that_goes_away_is_no_traceback():
         error = process.communicate(timeout=120)[1].decode()
     assert process.returncode == 141
     assert "Error" not in error
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no /dev/full")
+@pytest.mark.parametrize("command", ["schema", "describe"])
+def test_an_output_that_cannot_be_written_is_no_traceback(command):
+    with open("/dev/full", "w") as full, _start(command, stdout=full) as process:
+        error = process.communicate(timeout=120)[1].decode()
+    assert process.returncode == 2
+    assert error == f"boostax: can't write the output: {os.strerror(errno.ENOSPC)}\n"
+
+
+def test_other_system_errors_keep_their_traceback(monkeypatch):
+    def fail(args):
+        raise PermissionError(errno.EACCES, "a program's own fault")
+
+    monkeypatch.setitem(cli._RUN, "schema", fail)
+    with pytest.raises(PermissionError):
+        cli.main(["schema"])
+
+
+def test_without_a_stdout(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert cli.main(["schema"]) == 0
 
 
 def test_python_m_boostax(config):
