@@ -15,6 +15,7 @@ import optax
 import pytest
 
 import boostax
+from tests.mindspore_config import WHOLE
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SIZE, IN, OUT = 16, 16, 10
@@ -68,36 +69,10 @@ def test_autoboost_from_a_dict_and_from_a_json_file(tmp_path):
     assert "grad_freeze" not in boostax.AutoBoost("O0", config).enabled
 
 
-RECOMMENDED = {
-    "boost": {
-        "mode": "auto",
-        "less_bn": False,
-        "grad_freeze": False,
-        "adasum": False,
-        "grad_accumulation": False,
-        "dim_reduce": False,
-        "loss_scale_group": False,
-    },
-    "common": {"gradient_split_groups": [50, 100], "device_number": 8},
-    "less_bn": {"fn_flag": True, "gc_flag": True},
-    "grad_freeze": {"param_groups": 10, "freeze_type": 1, "freeze_p": 0.7, "total_steps": 65536},
-    "dim_reduce": {
-        "rho": 0.55,
-        "gamma": 0.9,
-        "alpha": 0.001,
-        "sigma": 0.4,
-        "n_components": 32,
-        "pca_mat_path": None,
-        "weight_load_dir": None,
-        "timeout": 1800,
-    },
-}
-
-
 def test_recommended_config_holds_the_defaults():
-    config = boostax.load_config(RECOMMENDED)
+    config = boostax.load_config(WHOLE)
     default = boostax.load_config(None).to_dict()
-    for section, keys in RECOMMENDED.items():
+    for section, keys in WHOLE.items():
         for key, value in keys.items():
             assert config.to_dict()[section][key] == value, key
             assert default[section][key] == value, key
