@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; return 0, 2 for wrong input, or 130 after Ctrl-C."""
     try:
         return _run(args)
-    except (UsageError, ConfigError, MissingExtraError) as error:
+    except (ConfigError, MissingExtraError) as error:  # UsageError is a ConfigError
         print(f"boostax compare: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # before or after the runs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +11,7 @@ import jax
 import numpy as np
 
 from boostax.compare.task import Task, UsageError
+from boostax.training.describe import compiled_cost
 
 __all__ = ["Compilations", "compiled_costs", "evaluate", "run_arm", "start_of", "take_batches"]
 
@@ -206,12 +206,10 @@ def compiled_costs(
     flops, memory = {}, []
     freezes = step.dispatches_on_host  # one compiled variant for each freeze index
     for index in sorted(set(indices)) if freezes else [None]:
-        program = step.lower(state, batch, index=index).compile()
-        costs: Any = program.cost_analysis()
-        costs = costs[0] if isinstance(costs, (list, tuple)) and costs else costs
-        flops[index] = float(costs["flops"]) if costs and "flops" in costs else None
-        with contextlib.suppress(Exception):  # not every backend tells its memory
-            memory.append(float(program.memory_analysis().temp_size_in_bytes))
+        cost = compiled_cost(str(index), step.lower(state, batch, index=index).compile())
+        # A training step has some of both, so that 0 means that the backend does not tell.
+        flops[index] = cost.flops or None
+        memory += [cost.temp_bytes] if cost.temp_bytes else []
     each = [flops[index if freezes else None] for index in indices]
     known = [f for f in each if f is not None]
     return {

@@ -15,12 +15,12 @@ from typing import Any
 
 import optax
 
-from boostax.errors import did_you_mean
+from boostax.errors import ConfigError, did_you_mean
 
 __all__ = ["Target", "Task", "UsageError", "as_task", "load_task", "parse_target"]
 
 
-class UsageError(ValueError):
+class UsageError(ConfigError):
     """Wrong input of a comparison; the command prints the message alone and exits with 2."""
 
 
@@ -115,7 +115,8 @@ def as_task(thing: Any, origin: str) -> Task:
     if not _is_number(rate) or not 0 < float(rate) < math.inf:
         faults.append(f"learning_rate must be a number > 0, got {rate!r}")
     steps: Any = getattr(thing, "steps", None)
-    if not _is_number(steps) or int(steps) != steps or steps < 1:
+    # Numpy's ints are Integral too; 20.0 would only fail later, as a count.
+    if not isinstance(steps, numbers.Integral) or isinstance(steps, bool) or int(steps) < 1:
         faults.append(f"steps must be an int >= 1, got {steps!r}")
     target = getattr(thing, "target", None)
     try:
@@ -129,12 +130,10 @@ def as_task(thing: Any, origin: str) -> Task:
             f"{origin} ({type(thing).__name__}) is not a task: {'; '.join(faults)}."
             f"{''.join(hints)} See boostax.compare.Task for the protocol."
         )
-    if isinstance(thing, Task):
-        return thing if thing.name else dataclasses.replace(thing, name=origin)
     values = {
         f.name: getattr(thing, f.name, _OPTIONAL.get(f.name)) for f in dataclasses.fields(Task)
     }
-    return Task(**{**values, "name": values["name"] or origin})
+    return Task(**{**values, "name": values["name"] or origin, "steps": int(steps)})
 
 
 def load_task(spec: str) -> tuple[Task, pathlib.Path]:

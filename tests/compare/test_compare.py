@@ -160,6 +160,15 @@ def test_an_interruption_before_the_count_names_no_number(folder, capsys, monkey
     assert "0 of 0" not in told
 
 
+def test_the_command_alone_ends_cleanly_too(folder, capsys, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("boostax.compare.arms.load_arms", interrupted)
+    assert command(folder) == 130
+    assert capsys.readouterr().err == "\nboostax compare: interrupted\n"
+
+
 @pytest.mark.parametrize("place", ["report.html", "tensorboard"])
 def test_places_that_are_taken_are_told_before_the_training(folder, capsys, monkeypatch, place):
     monkeypatch.setattr("boostax.compare.runner.run_arm", None)

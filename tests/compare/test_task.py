@@ -87,6 +87,8 @@ def test_a_task_an_object_and_a_function_will_all_do():
     assert as_task(Task(**PARTS, name="mine"), "f.py:task").name == "mine"
     assert as_task(lambda: Task(**PARTS), "f.py:make").steps == 10
     assert as_task(Mine, "f.py:Mine").steps == 10
+    assert type(as_task(Mine, "f.py:Mine").steps) is int
+    assert type(as_task(Task(**{**PARTS, "steps": np.int32(7)}), "f.py:task").steps) is int
     assert not as_task(Mine(), "f.py:mine").has_aux
 
 
@@ -99,6 +101,13 @@ def test_a_task_an_object_and_a_function_will_all_do():
         ({"init": lambda: 0}, "init must take 1"),
         ({"steps": 0}, "steps must be an int >= 1, got 0"),
         ({"steps": 1.5}, "steps must be an int >= 1, got 1.5"),
+        ({"steps": 20.0}, "steps must be an int >= 1, got 20.0"),
+        ({"steps": float("inf")}, "steps must be an int >= 1, got inf"),
+        ({"steps": float("nan")}, "steps must be an int >= 1, got nan"),
+        ({"steps": np.float32(20)}, "steps must be an int >= 1"),
+        ({"steps": np.bool_(True)}, "steps must be an int >= 1"),
+        ({"learning_rate": True}, "learning_rate must be a number > 0, got True"),
+        ({"learning_rate": float("inf")}, "learning_rate must be a number > 0, got inf"),
         ({"steps": True}, "steps must be an int >= 1, got True"),
         ({"steps": "10"}, "steps must be an int >= 1, got '10'"),
         ({"learning_rate": 0}, "learning_rate must be a number > 0, got 0"),
