@@ -365,7 +365,7 @@ def _merge_state(start: Any, new: Any) -> Any:
             "model_state= to step.init"
         )
     if isinstance(start, dict) and isinstance(new, Mapping):
-        new = {**start, **flax.core.unfreeze(new)}
+        new = {**start, **flax.core.unfreeze(dict(new))}
     given, wanted = jax.tree.structure(new), jax.tree.structure(start)
     if given != wanted:
         raise ValueError(

@@ -51,6 +51,11 @@ def micro(mean):
     return jnp.array([[mean - 1.0], [mean + 1.0]])
 
 
+def together(micros):
+    """The batch whose parts are these: part i holds every n-th example."""
+    return jnp.stack(micros, axis=1).reshape(-1, 1)
+
+
 def first_stats(state):
     stats = state.model_state["batch_stats"]["first"]
     return float(stats["mean"][0]), float(stats["var"][0])
@@ -63,7 +68,7 @@ class TestStatisticsOfAWindow:
         micros = [micro(mean) for mean in (0.0, 2.0, 4.0, 6.0)]
         if in_step:
             step = train_step(norm_loss, optax.sgd(0.0), has_aux=True, microbatch=4)
-            state, _ = step(start_linen(step), jnp.concatenate(micros))
+            state, _ = step(start_linen(step), together(micros))
         else:
             step = train_step(norm_loss, accumulate(optax.sgd(0.0), 4), has_aux=True)
             state = start_linen(step)
@@ -79,7 +84,7 @@ class TestStatisticsOfAWindow:
             step = train_step(
                 norm_loss, optax.sgd(0.0), has_aux=True, microbatch=4, stats="per_micro"
             )
-            state, _ = step(start_linen(step), jnp.concatenate([batch] * 4))
+            state, _ = step(start_linen(step), together([batch] * 4))
         else:
             tx = accumulate(optax.sgd(0.0), 4)
             step = train_step(norm_loss, tx, has_aux=True, stats="per_micro")
@@ -375,7 +380,7 @@ class TestWrappersAroundFreezing:
 def test_nnx_statistics_with_micro_batches():
     step = train_step(lambda model, x: jnp.mean(model(x)), optax.sgd(0.0), microbatch=4)
     state = step.init(NnxNorm(nnx.Rngs(0)))
-    batch = jnp.concatenate([micro(mean) for mean in (0.0, 2.0, 4.0, 6.0)])
+    batch = together([micro(mean) for mean in (0.0, 2.0, 4.0, 6.0)])
     state, _ = step(state, batch)
     np.testing.assert_allclose(state.merge(NnxNorm(nnx.Rngs(0))).first.mean[...], [0.3], rtol=1e-5)
 

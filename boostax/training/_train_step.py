@@ -1,0 +1,331 @@
+"""The object that a train step is: start, call, flush, describe."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import flax.core
+import jax
+import jax.numpy as jnp
+import optax
+from jax.core import Tracer
+
+from boostax.training._compute import Settings, StepFunction
+from boostax.training._dispatch import Position, called_every_window, check_static_facts
+from boostax.training._start import (
+    check_extra,
+    check_state,
+    needs_key,
+    nnx_module,
+    raw_key,
+    strong_copy,
+)
+from boostax.training._windows import first_window
+from boostax.training.contract import CanonicalLoss, canonical_loss, declared_keywords
+from boostax.training.metrics import injected_learning_rate
+from boostax.training.state import TrainState
+from boostax.updates._skip import find_state, find_states
+from boostax.updates._window import AccumulateState
+from boostax.updates.freeze import FreezeState
+
+
+class TrainStep:
+    """A compiled train step; made by :func:`train_step`.
+
+    ``step(state, batch, **extra)`` returns ``(state, metrics)``; ``extra`` are arrays handed to the
+    transformation's ``update``. The state passed in is donated unless ``donate=False``.
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        tx: optax.GradientTransformation,
+        settings: Settings,
+        *,
+        all_metrics_needed: bool,
+        dispatch: str,
+        wrt: Any,
+        donate: bool,
+    ):
+        self.loss_fn = loss_fn
+        self.tx = optax.with_extra_args_support(tx)
+        self.settings = settings
+        self._all_metrics_needed = all_metrics_needed
+        self._wrt = wrt
+        self._donate = donate
+        self._nnx: Any = None
+        self._key_impl: str | None = None
+        self._flush: Any = None
+        # Whether the loss gives a weight, by the structure of the batch.
+        self._weighted: dict[Any, bool] = {}
+        self._compiled: dict[int | None, Any] = {}
+        self._host_wanted = (
+            settings.freezing is not None and dispatch == "host" and settings.fixed_windows
+        )
+        self._on_host = self._host_wanted
+        # Momentum of each normalisation layer, as far as a trace has told.
+        self._momenta: dict[str, float] = {}
+        # The state that was returned last, and where it stands: then the device needn't be asked.
+        self._last: tuple[weakref.ref[TrainState], Position] | None = None
+
+    def init(self, model_or_params: Any, *, model_state: Any = None, rng: Any = None) -> TrainState:
+        """Return the first train state; all arrays are copies, so that donation spares the model.
+
+        Args:
+          model_or_params: an ``nnx.Module``, or the parameters as a pytree of arrays (linen:
+            ``variables["params"]``).
+          model_state: linen's other collections as a dict, such as ``{"batch_stats": ...}``; default
+            None. Not for nnx, whose model holds its own.
+          rng: a key of ``jax.random.key`` or ``jax.random.PRNGKey``, or an int seed. Needed if the
+            loss declares ``rng``; default None.
+
+        Raises:
+          TypeError: a linen module was given instead of its parameters, or an argument has a wrong
+            type.
+          ValueError: ``rng`` is missing, a metric that was asked for can't be known, or the
+            parameters hold no arrays.
+
+        Example:
+          >>> import jax.numpy as jnp, optax, boostax
+          >>> step = boostax.train_step(lambda params, x: jnp.sum(params * x), optax.sgd(0.1))
+          >>> int(step.init(jnp.ones(3)).attempt)
+          0
+        """
+        nnx = nnx_module(model_or_params)
+        if nnx is not None:
+            from boostax.training._nnx import NnxModel
+
+            if model_state is not None:
+                raise TypeError("model_state is for linen; an nnx model holds its own state")
+            adapted = NnxModel(model_or_params, nnx.Param if self._wrt is None else self._wrt)
+            if self._nnx is not None and adapted.graphdef != self._nnx.graphdef:
+                self._compiled.clear()
+                self._flush = None
+            self._nnx = adapted
+            self._momenta = dict(adapted.momenta)
+            params, model_state = adapted.params, adapted.model_state
+        else:
+            if self._wrt is not None:
+                raise TypeError(
+                    "wrt is an nnx filter, but init was given parameters, not an nnx model"
+                )
+            if hasattr(model_or_params, "apply") and hasattr(model_or_params, "init"):
+                raise TypeError(
+                    f"init needs parameters, got the linen module {type(model_or_params).__name__}; "
+                    "pass model.init(key, inputs)['params']"
+                )
+            params = model_or_params
+            model_state = flax.core.unfreeze(model_state)
+        if not jax.tree.leaves(params):
+            raise ValueError("init: the parameters hold no arrays, so there is nothing to train")
+        if rng is None and needs_key(self.loss_fn):
+            raise ValueError(
+                "init: loss_fn declares rng, so a key is needed; pass rng=jax.random.key(0)"
+            )
+        raw, self._key_impl = (None, None) if rng is None else raw_key(rng)
+        params, model_state, raw = strong_copy((params, model_state, raw))
+        opt_state = strong_copy(self.tx.init(params))
+        self._check_parts(opt_state)
+        if self.settings.freezing is not None:
+            bound = self.settings.freezing.bind(params)
+            self.settings = dataclasses.replace(self.settings, freezing=bound)
+        if self._all_metrics_needed and "learning_rate" in self.settings.metrics:
+            self._require_learning_rate(opt_state)
+        return TrainState(
+            params=params,
+            opt_state=opt_state,
+            model_state=model_state,
+            rng=raw,
+            attempt=jnp.zeros((), jnp.int32),
+            skipped=jnp.zeros((), jnp.int32) if self.settings.may_skip else None,
+            window=first_window(self.settings.stats, self.settings.window_policy, model_state),
+        )
+
+    def __call__(
+        self, state: TrainState, batch: Any, **extra: Any
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        check_state(state)
+        check_extra(extra)
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, batch, extra))):
+            return self._function()(state, batch, extra, None)
+        position = self._position(state)
+        index = self.settings.freezing.index_at(position.windows) if self._on_host else None
+        passed = self._without_idle_counter(state, batch)
+        new_state, metrics = self._jitted(index)(passed, batch, extra)
+        if passed is not state:
+            new_state = new_state.replace(skipped=state.skipped)
+        self._last = weakref.ref(new_state), position.next(self.settings.window_every)
+        return new_state, metrics
+
+    def flush(self, state: TrainState, **extra: Any) -> TrainState:
+        """Close the open accumulation window: update with what was gathered so far.
+
+        At the end of an epoch, say. The window's mean is over the micro-batches that it has, and its
+        batch statistics are pooled as those of a whole window. An empty window changes nothing.
+
+        Args:
+          state: a train state; its buffers are donated as in a step.
+          **extra: the extra arguments that the transformation needs.
+
+        Returns:
+          The state with the window closed.
+
+        Raises:
+          ValueError: ``tx`` holds no ``accumulate``, or a normalisation layer's momentum is not known
+            because no call was made in this process (then pass ``batch_norm_momentum``).
+
+        Example:
+          >>> import jax.numpy as jnp, optax, boostax
+          >>> loss_fn = lambda params, x: jnp.mean(params * x)
+          >>> step = boostax.train_step(loss_fn, boostax.accumulate(optax.sgd(1.0), 4))
+          >>> state, _ = step(step.init(jnp.zeros(())), jnp.full(1, 2.0))
+          >>> float(step.flush(state).params)
+          -2.0
+        """
+        check_state(state)
+        if self.settings.window_policy is None:
+            raise ValueError(
+                "flush: tx holds no boostax.accumulate, so there is no window to close"
+            )
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, extra))):
+            return self._function().flush(state, extra)
+        check_static_facts(self.tx, state.opt_state)
+        if self._flush is None:
+            function = functools.partial(_flush, self._function())
+            self._flush = jax.jit(function, donate_argnums=(0,) if self._donate else ())
+        return self._flush(state, extra)
+
+    def describe(self, state: TrainState, batch: Any, **extra: Any) -> Any:
+        """Say what the step does and costs: order, fate of each parameter, FLOPs, bytes, memory.
+
+        Compiles each variant of the step and the plain step, without running them.
+
+        Args:
+          state: a train state (arrays or ``jax.ShapeDtypeStruct``).
+          batch: a batch (the same).
+          **extra: the extra arguments that the step is called with.
+
+        Returns:
+          A :class:`boostax.training.describe.StepDescription`, which prints as a table.
+        """
+        from boostax.training.describe import describe_step
+
+        return describe_step(self, state, batch, extra)
+
+    def lower(
+        self, state: TrainState, batch: Any, *, index: int | None = None, **extra: Any
+    ) -> Any:
+        """Lower one variant (``index``: a freeze index, or None for the one that switches inside)."""
+        return self._jitted(index).lower(self._without_idle_counter(state, batch), batch, extra)
+
+    def canonical(self) -> CanonicalLoss:
+        """Return the loss as ``(params, model_state, batch, rng) -> (loss, LossAux)``."""
+        if self._nnx is not None:
+            return self._nnx.canonical_loss(self.loss_fn, self.settings.has_aux)
+        return canonical_loss(self.loss_fn, has_aux=self.settings.has_aux)
+
+    @property
+    def dispatches_on_host(self) -> bool:
+        """Whether each freeze index has a compiled variant of its own, chosen on the host."""
+        return self._on_host
+
+    def with_settings(self, settings: Settings, tx: Any) -> TrainStep:
+        """Return a step for the same loss and model with other settings and transformation."""
+        step = TrainStep(
+            self.loss_fn,
+            tx,
+            settings,
+            all_metrics_needed=False,
+            dispatch="switch",
+            wrt=self._wrt,
+            donate=self._donate,
+        )
+        step._nnx, step._key_impl, step._momenta = self._nnx, self._key_impl, self._momenta
+        return step
+
+    def _function(self) -> StepFunction:
+        return StepFunction(
+            self.settings,
+            self.tx,
+            self.canonical(),
+            takes_rng="rng" in declared_keywords(self.loss_fn),
+            key_impl=self._key_impl,
+            momenta=self._momenta,
+        )
+
+    def _jitted(self, index: int | None) -> Any:
+        if index not in self._compiled:
+            function = functools.partial(_call, self._function(), index)
+            self._compiled[index] = jax.jit(function, donate_argnums=(0,) if self._donate else ())
+        return self._compiled[index]
+
+    def _without_idle_counter(self, state: TrainState, batch: Any) -> TrainState:
+        """Leave ``skipped`` out of the compiled step where no call can be skipped.
+
+        ``init`` can't tell that of a loss with a LossAux, which may give a weight or not; a counter
+        that only passes through would still be read and written.
+        """
+        if state.skipped is None or self.settings.skip_nonfinite:
+            return state
+        structure = jax.tree.structure(batch)
+        if structure not in self._weighted:
+            self._weighted[structure] = self._function().gives_weight(state, batch)
+        return state if self._weighted[structure] else state.replace(skipped=None)
+
+    def _check_parts(self, opt_state: Any) -> None:
+        """Hold what the optimizer state has against what was found in ``tx``."""
+        frozen, windows = (
+            find_states(opt_state, FreezeState),
+            find_state(opt_state, AccumulateState),
+        )
+        if len(frozen) > 1:
+            raise ValueError(
+                f"tx holds {len(frozen)} boostax.freeze, but a step follows one schedule; use one "
+                "Freezing with groups that cover all parameters"
+            )
+        if frozen and self.settings.freezing is None:
+            raise ValueError(
+                "tx holds a boostax.freeze that can't be seen from outside; pass freezing= to train_step"
+            )
+        if self.settings.freezing is not None and not frozen:
+            raise ValueError(
+                "freezing was given, but tx holds no boostax.freeze; wrap the optimizer: "
+                "freeze(optimizer, freezing)"
+            )
+        if windows is not None and self.settings.window_policy is None:
+            raise ValueError(
+                "tx holds a boostax.accumulate that can't be seen from outside, so the step can't "
+                "tell its policy; put accumulate around the wrapper instead of into it"
+            )
+        # The host can count windows only if nothing but accumulate decides when freeze is called.
+        self._on_host = self._host_wanted and called_every_window(opt_state)
+
+    def _position(self, state: TrainState) -> Position:
+        if self._last is not None and self._last[0]() is state:
+            return self._last[1]
+        check_static_facts(self.tx, state.opt_state)
+        self._check_parts(state.opt_state)
+        if not self._on_host:
+            return Position(0, 0)
+        frozen: Any = find_state(state.opt_state, FreezeState)  # the check above found it
+        window = find_state(state.opt_state, AccumulateState)
+        return Position(int(frozen.count), 0 if window is None else int(window.position))
+
+    def _require_learning_rate(self, opt_state: Any) -> None:
+        if self.settings.learning_rate is None and injected_learning_rate(opt_state) is None:
+            raise ValueError(
+                "metrics: 'learning_rate' was asked for, but this tx doesn't tell it; pass "
+                "learning_rate= to train_step, use optax.inject_hyperparams, or leave the name out"
+            )
+
+
+def _call(function: StepFunction, index: int | None, state: Any, batch: Any, extra: Any) -> Any:
+    return function(state, batch, extra, index)
+
+
+def _flush(function: StepFunction, state: Any, extra: Any) -> Any:
+    return function.flush(state, extra)
