@@ -25,6 +25,33 @@ def sum_dtype(leaf: Any, dtype: Any) -> Any:
     return dtype
 
 
+def mean_of(old: Any, value: Any, old_weight: Any, weight: Any, total: Any) -> Any:
+    """Return ``(old_weight * old + weight * value) / total`` without a product or sum that overflows.
+
+    With weights of 1 this is ``old + (value - old) / total`` to the last bit.
+    """
+    if jnp.iscomplexobj(old):
+        parts = [
+            mean_of(part(old), part(value), old_weight, weight, total)
+            for part in (jnp.real, jnp.imag)
+        ]
+        return jax.lax.complex(*parts)
+    wide = lambda scalar: jnp.asarray(scalar, jnp.promote_types(old.dtype, jnp.float32))
+    base, other, share = old, value, wide(1.0 if weight is None else weight)
+    if weight is not None:
+        # From the heavier side, so that the step is at most half the difference.
+        heavy = weight > old_weight
+        base, other = jnp.where(heavy, value, old), jnp.where(heavy, old, value)
+        share = jnp.where(heavy, wide(old_weight), share)
+    # Halves, because the difference of two finite numbers can be infinite. A factor where there are
+    # weights, because XLA makes x / (total / share) a product that overflows.
+    step = other * 0.5 - base * 0.5
+    if weight is None:
+        return base + step / (wide(total) * 0.5).astype(old.dtype)
+    factor = 2.0 * (share / jnp.where(total == 0, 1.0, wide(total)))
+    return base + step * factor.astype(old.dtype)
+
+
 def zero_sum(leaf: Any, dtype: Any) -> Any:
     if not is_inexact(leaf):
         return optax.MaskedNode()

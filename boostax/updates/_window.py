@@ -29,11 +29,12 @@ class AccumulateState(NamedTuple):
       emitted: bool scalar, whether the last call ran the inner transformation.
       weight: float32 scalar, the sum of weights in the open window; None with ``every=1``.
       spoiled: bool scalar, whether the open window will be dropped; None without ``skip_window``.
-      grads: the weighted sum of the open window's gradients, in ``accumulator_dtype``, with the
-        parameters' structure (``optax.MaskedNode`` for leaves that have no gradient); None with
-        ``every=1``. While ``position`` is 0 no window is open: then it holds the last window's sum,
-        always finite unless ``nonfinite="off"``, or zeros after a dropped one, and is not read.
-      extra: weighted sums of the extra arguments in ``average_extra``, by name.
+      grads: the weighted mean of the open window's gradients so far (their weighted sum with
+        ``reduce="sum"``), in ``accumulator_dtype``, with the parameters' structure
+        (``optax.MaskedNode`` for leaves that have no gradient); None with ``every=1``. While
+        ``weight`` is 0 nothing has been gathered: then it holds the last window's, always finite
+        unless ``nonfinite="off"``, or zeros after a dropped one, and is not read.
+      extra: weighted means of the extra arguments in ``average_extra``, by name, likewise.
       skip_state: what ``should_skip_update_fn`` returned last; ``()`` without it.
       every: int32 scalar, the window size that the state was made for; 0 where a schedule tells it.
       inner_state: the inner transformation's state.

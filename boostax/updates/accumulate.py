@@ -5,7 +5,8 @@ A window is ``every`` micro-batches. Their gradients g_i, with weights w_i, make
     reduce="mean":  sum(w_i * g_i) / sum(w_i)        reduce="sum":  sum(w_i * g_i)
 
 which the inner transformation sees once, at the window's last call. On the other calls the
-emitted updates are zeros and the inner state rests.
+emitted updates are zeros and the inner state rests. A mean is kept as a running mean, so that it is
+finite wherever the gradients are.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from boostax.updates._accumulate_leaves import (
     all_finite,
     as_dtype_of,
     in_dtype,
+    mean_of,
     skip_where,
     sum_dtype,
     unshared,
@@ -69,13 +71,18 @@ def accumulate(
     :math:`\sum_i w_i g_i` (``"sum"``). On finite gradients with weights of 1 the result equals
     ``optax.MultiSteps``, whose arguments are understood too.
 
+    A state made with another ``every`` is refused where it is on the host: at a call outside of
+    ``jit`` and by :func:`boostax.train_step`. An ``update`` in a ``jit`` of your own can't look, and
+    goes on with the new window size; pass such a state through the check once, as by a call
+    ``tx.update(grads, state, params)`` outside of ``jit``.
+
     ``update`` takes these keyword arguments beside those that ``inner`` wants:
 
     - ``weight``: scalar >= 0, the micro-batch's weight (number of examples or tokens that its mean
       loss is over). Default 1. A micro-batch of weight 0 adds nothing, whatever it holds; a window
-      whose weights add up to 0 (or to NaN) is dropped. ``inner`` gets the window's total.
+      whose weights add up to 0, NaN or inf is dropped. ``inner`` gets the window's total.
     - ``finite``: bool scalar, a decision on this micro-batch taken elsewhere (for all devices
-      together, say); it replaces the check of the gradients. Default: they are checked.
+      together, say); it replaces the check of the gradients and sums. Default: they are checked.
 
     Args:
       inner: the transformation that runs once a window. It sees gradients, and parameters, in
@@ -83,7 +90,8 @@ def accumulate(
       every: micro-batches per window: an int >= 1 (numpy ints too), or a function of the number of
         updates so far (int32 scalar, traced) that returns one.
       reduce: ``"mean"`` (the default) or ``"sum"``.
-      nonfinite: what to do about a micro-batch with NaN or inf. ``"skip_micro"`` (default) leaves it
+      nonfinite: what to do about a micro-batch with NaN or inf, with a weight that is NaN, inf or
+        negative, or that makes a sum overflow. ``"skip_micro"`` (default) leaves it
         out, and the window waits for ``every`` good ones. ``"skip_window"`` drops the window that it
         is in, without moving the boundary. ``"off"`` does not look.
       accumulator_dtype: dtype of the sums and of what ``inner`` sees. Default float32.
@@ -180,14 +188,32 @@ def accumulate(
         if weight is not None:
             weight = jnp.asarray(weight, jnp.float32)
 
+        mean = reduce == "mean"
+        # A window of one needs no sum, and its mean no weight: w * g / w is g.
+        scaled = weight is not None and not mean
+        gathered: Any = True if single else state.weight > 0
+        new_dtypes = [
+            None if not ok else sum_dtype(g, dtype) if single else s.dtype
+            for s, g, ok in zip(sums, grads, has_sum, strict=True)
+        ]
+
+        def summed(old: Any, value: Any, to: Any) -> Any:
+            new = value.astype(to)
+            if scaled:
+                new = new * weight.astype(new.real.dtype)
+            return new if single else jnp.where(gathered, old + new, new)
+
         # Which micro-batches are bad, and which count: Python bools wherever that is known.
         bad = left_out = False
         if not boostax_flush:
             if nonfinite != "off":
-                values = (*(g for g, ok in zip(grads, has_sum, strict=True) if ok), averaged)
-                bad = jnp.logical_not(all_finite(values) if finite is None else finite)
+                # A finite gradient can still make a sum overflow. A mean can't.
+                each = zip(sums, grads, new_dtypes, strict=True)
+                values = [g if mean else summed(s, g, to) for s, g, to in each if to is not None]
+                bad = jnp.logical_not(all_finite((values, averaged)) if finite is None else finite)
                 if weight is not None:
-                    bad = (weight != 0) & (bad | ~jnp.isfinite(weight) | (weight < 0))
+                    total = weight if single else state.weight + weight
+                    bad = (weight != 0) & (bad | ~jnp.isfinite(total) | (weight < 0))
             if should_skip_update_fn is not None:
                 left_out, skip_state = should_skip_update_fn(updates, state.updates, params)
                 left_out = jnp.asarray(left_out, jnp.bool_)
@@ -196,13 +222,13 @@ def accumulate(
         if bad is not False or left_out is not False:
             used = jnp.logical_not(jnp.logical_or(bad, left_out))
             counted = used if nonfinite == "skip_micro" else jnp.logical_not(left_out)
-        if weight is not None and not boostax_flush:
-            used = used & (weight != 0)
 
         # Where that takes the window.
         one = jnp.float32(1.0) if weight is None else weight
         added = one if used is True else jnp.where(used, one, 0.0)
         total_weight = added if single else state.weight + added
+        if weight is not None and not boostax_flush:
+            used = used & (weight != 0) & jnp.isfinite(total_weight)
         if boostax_flush:
             total_weight, position = state.weight, state.position
             boundary = position > 0
@@ -214,7 +240,7 @@ def accumulate(
         spoiled = None
         viable: Any = True
         if weight is not None or boostax_flush:
-            viable = total_weight > 0
+            viable = (total_weight > 0) & jnp.isfinite(total_weight)
         if nonfinite == "skip_window":
             spoiled = bad if single else state.spoiled | bad
             viable = viable & ~spoiled
@@ -222,42 +248,34 @@ def accumulate(
         drop = False if viable is True else boundary & ~viable
 
         # The sums stay outside of the cond, where XLA updates them in place. For the same reason a
-        # closed window's sums are not zeroed but overwritten by the next window's first call.
-        fresh: Any = None if single else state.position == 0
-
-        def add(old: Any, value: Any, to: Any, weighted: bool = True) -> Any:
+        # closed window's sums are not zeroed but overwritten by what the next window gathers first.
+        def add(old: Any, value: Any, to: Any, as_mean: bool) -> Any:
             if boostax_flush:
                 new = old
+            elif single or not as_mean:
+                new = summed(old, value, to)
             else:
-                new = value.astype(to)
-                if weight is not None and weighted:
-                    new = new * weight.astype(new.real.dtype)
-                if used is not True:
-                    new = jnp.where(used, new, jnp.zeros_like(new))
-                if not single:
-                    new = jnp.where(fresh, new, old + new)
+                value = value.astype(to)
+                new = mean_of(old, value, state.weight, weight, total_weight)
+                new = jnp.where(gathered, new, value)
+            if used is not True and not boostax_flush:
+                new = jnp.where(used, new, jnp.zeros_like(new) if single else old)
             return new if drop is False or single else jnp.where(drop, jnp.zeros_like(new), new)
 
-        mean = reduce == "mean"
-        # A window of one needs no sum, and its mean no weight: w * g / w is g.
         new_sums = [
-            add(old, g, sum_dtype(g, dtype), weighted=not (single and mean)) if ok else old
-            for old, g, ok in zip(sums, grads, has_sum, strict=True)
+            old if to is None else add(old, g, to, mean)
+            for old, g, to in zip(sums, grads, new_dtypes, strict=True)
         ]
         new_extra = {
-            name: jax.tree.map(lambda old, v: add(old, v, old.dtype), old, averaged.get(name, old))
+            name: jax.tree.map(
+                lambda old, v: add(old, v, old.dtype, True), old, averaged.get(name, old)
+            )
             for name, old in state.extra.items()
         }
 
         def close() -> Any:
-            seen, passed = new_sums, dict(averaged)
-            if not single:
-                divisor = jnp.where(total_weight > 0, total_weight, 1.0)
-                divide = lambda total: total / divisor.astype(total.real.dtype)
-                passed = jax.tree.map(divide, new_extra)
-                if mean:
-                    seen = [divide(s) if ok else s for s, ok in zip(seen, has_sum, strict=True)]
-            seen = [s if ok else g for s, g, ok in zip(seen, grads, has_sum, strict=True)]
+            passed = dict(averaged if single else new_extra)
+            seen = [s if ok else g for s, g, ok in zip(new_sums, grads, has_sum, strict=True)]
             if weight is not None:
                 passed["weight"] = total_weight
             out, inner_state = inner.update(

@@ -289,6 +289,66 @@ def test_a_nan_weight_is_a_bad_micro_batch(policy, expected):
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(state))
 
 
+LARGE = float(np.float32(3e38))  # two of them do not fit into float32
+
+
+@pytest.mark.parametrize("policy", ["skip_micro", "skip_window", "off"])
+def test_finite_gradients_never_make_a_mean_overflow(policy):
+    two = accumulate(optax.sgd(1.0), 2, nonfinite=policy)
+    theirs = optax.MultiSteps(optax.sgd(1.0), 2)
+    emitted, _, _ = run(two, [LARGE, LARGE])
+    assert floats(emitted) == floats(run(theirs, [LARGE, LARGE])[0]) == [0, -LARGE]
+    assert floats(run(two, [LARGE, -LARGE])[0]) == [0, 0]
+    emitted, _, _ = run(two, [LARGE, -LARGE], extras={"weight": [1.0, 3.0]})
+    np.testing.assert_allclose(emitted[1], LARGE / 2, rtol=1e-6)
+    four = accumulate(optax.sgd(1.0), 4, nonfinite=policy)
+    emitted, _, state = run(
+        four, [1e30, -1e30, 1.0, 1.0], extras={"weight": [1e10, 1e10, 1.0, 1.0]}
+    )
+    np.testing.assert_allclose(emitted[3], -1e-10, rtol=1e-6)
+    assert (int(state.updates), int(state.skipped_micro)) == (1, 0)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("policy", ["skip_micro", "skip_window"])
+def test_a_sum_that_overflows_is_a_bad_micro_batch(policy, every):
+    tx = accumulate(optax.sgd(1.0), every, reduce="sum", nonfinite=policy)
+    emitted, _, state = run(tx, [1.0, LARGE, 1.0], extras={"weight": [1.0, 10.0, 1.0]})
+    if every == 1:
+        assert floats(emitted) == [-1, 0, -1]
+    else:
+        assert floats(emitted) == ([0, 0, -2] if policy == "skip_micro" else [0, 0, 0])
+    assert int(state.skipped_micro) == 1
+    assert np.all(np.isfinite(jax.tree.leaves(state.grads)))
+
+
+@pytest.mark.parametrize("policy", ["skip_micro", "skip_window", "off"])
+@pytest.mark.parametrize(("weights", "every"), [([INF], 1), ([1.0, INF], 2), ([LARGE, LARGE], 2)])
+def test_a_weight_that_is_not_finite_never_emits_nan(policy, weights, every):
+    tx = accumulate(optax.sgd(1.0), every, nonfinite=policy)
+    emitted, _, state = run(tx, [2.0] * every, extras={"weight": weights})
+    assert floats(emitted) == [0.0] * every
+    assert int(state.updates) == 0
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(state))
+
+
+@hypothesis.given(
+    st.lists(
+        st.tuples(st.floats(-LARGE, LARGE, width=32), st.floats(0, LARGE, width=32)),
+        min_size=1,
+        max_size=4,
+    ),
+    st.sampled_from(["mean", "sum"]),
+)
+def test_nothing_non_finite_is_kept_or_emitted(parts, reduce):
+    tx = accumulate(optax.sgd(1.0), len(parts), reduce=reduce, nonfinite="skip_window")
+    state = tx.init(jnp.float32(0.0))
+    for value, weight in parts:
+        updates, state = tx.update(jnp.float32(value), state, None, weight=weight)
+        assert np.isfinite(updates)
+        assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(state))
+
+
 def test_extra_arguments_are_averaged_by_weight():
     shown = optax.GradientTransformationExtraArgs(
         lambda params: (jnp.zeros(()), jnp.zeros(2)),
