@@ -22,8 +22,8 @@ from boostax.training.batch_stats import Window, recording_momenta
 from boostax.training.contract import CanonicalLoss, LossAux, weight_of
 from boostax.training.metrics import all_finite, global_norm, injected_learning_rate
 from boostax.training.state import TrainState
-from boostax.updates._skip import find_state, skip
-from boostax.updates.accumulate import flush
+from boostax.updates._skip import find_state, find_states, skip
+from boostax.updates.accumulate import AccumulateState, flush
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,7 +299,7 @@ class StepFunction:
             if name == "loss":
                 shown[name] = loss.astype(jnp.promote_types(loss.dtype, jnp.float32))
             elif name == "grad_norm":
-                shown[name] = global_norm(trained)
+                shown[name] = global_norm(self._gathered(new, trained))
             elif name == "finite":
                 shown[name] = finite
             elif name == "updates":
@@ -314,9 +314,17 @@ class StepFunction:
                 shown[name] = jnp.asarray(rate, jnp.float32)
         return shown
 
-    def _micro_steps(self, state: TrainState) -> jax.Array:
-        from boostax.updates.accumulate import AccumulateState
+    def _gathered(self, state: TrainState, trained: list[Any]) -> list[Any]:
+        """Return this call's gradients, or inside a window those that it has gathered so far.
 
+        At a window's last call that is what the optimizer gets, and a clip in it measures.
+        """
+        windows = find_states(state.opt_state, AccumulateState)
+        if len(windows) != 1 or windows[0].grads is None:
+            return trained
+        return jax.tree.leaves(windows[0].grads)
+
+    def _micro_steps(self, state: TrainState) -> jax.Array:
         window = find_state(state.opt_state, AccumulateState)
         if window is not None:
             calls = window.micro_steps

@@ -49,6 +49,7 @@ __all__ = [
     "recording_momenta",
     "reset",
     "thread",
+    "unknown_momenta",
 ]
 
 Momenta = Mapping[str, float]
@@ -59,9 +60,10 @@ class Window(NamedTuple):
 
     Attributes:
       weight: float32 scalar, the sum of the micro-batches' weights.
-      mean: weighted mean of the running means that the micro-batches led to (float32).
-      var: weighted mean of their running variances (float32).
-      spread: weighted sum of squared deviations of the running means from ``mean`` (float32);
+      mean: weighted mean of the running means that the micro-batches led to (float32, or float64 for
+        float64 statistics, as the two others).
+      var: weighted mean of their running variances.
+      spread: weighted sum of squared deviations of the running means from ``mean``;
         updated by West's recurrence, because a difference of sums of squares would lose a small
         spread of large means.
     """
@@ -126,7 +128,11 @@ def init_window(model_state: Any) -> Window:
     """Return the empty window for a model state (arrays or ``ShapeDtypeStruct``)."""
     flat = _flatten(model_state)
     zeros = lambda: tuple(
-        jnp.zeros(jnp.shape(flat.leaves[mean]), jnp.float32) for _, mean, _ in flat.pairs
+        jnp.zeros(
+            jnp.shape(flat.leaves[mean]),
+            jnp.promote_types(jnp.result_type(flat.leaves[mean]), jnp.float32),
+        )
+        for _, mean, _ in flat.pairs
     )
     return Window(jnp.zeros((), jnp.float32), zeros(), zeros(), zeros())
 
@@ -154,18 +160,19 @@ def add_micro(window: Window, start: Any, new: Any, weight: Any = 1.0, ok: Any =
     weight = jnp.asarray(weight, jnp.float32)
     used = jnp.asarray(ok) & (weight != 0)
     total = jnp.where(used, window.weight + weight, window.weight)
-    share = jnp.where(used, weight, 0.0) / jnp.where(total == 0, 1.0, total)
     means, variances, spreads = [], [], []
     for (_, at_mean, at_var), mean, var, spread in zip(
         flat.pairs, window.mean, window.var, window.spread, strict=True
     ):
         # A dropped micro-batch may hold NaN: it is replaced before it meets the sums.
-        x = jnp.where(used, jnp.asarray(flat.leaves[at_mean], jnp.float32), mean)
-        v = jnp.where(used, jnp.asarray(flat.leaves[at_var], jnp.float32), var)
+        x = jnp.where(used, jnp.asarray(flat.leaves[at_mean], mean.dtype), mean)
+        v = jnp.where(used, jnp.asarray(flat.leaves[at_var], var.dtype), var)
+        own = jnp.where(used, weight, 0.0).astype(mean.dtype)
+        share = own / jnp.where(total == 0, 1.0, total).astype(mean.dtype)
         new_mean = mean + share * (x - mean)
         means.append(new_mean)
         variances.append(var + share * (v - var))
-        spreads.append(spread + jnp.where(used, weight, 0.0) * (x - mean) * (x - new_mean))
+        spreads.append(spread + own * (x - mean) * (x - new_mean))
     return Window(total, tuple(means), tuple(variances), tuple(spreads))
 
 
@@ -206,7 +213,9 @@ def close_window(window: Window, start: Any, momenta: tuple[float, ...]) -> Any:
         flat.pairs, window.mean, window.var, window.spread, momenta, strict=True
     ):
         # With m = 1 the layer never moves, so the means don't spread either.
-        between = spread / (weight * (1.0 - momentum)) if momentum < 1 else jnp.zeros_like(spread)
+        between = jnp.zeros_like(spread)
+        if momentum < 1:
+            between = spread / (weight.astype(spread.dtype) * (1.0 - momentum))
         for index, value in ((at_mean, mean), (at_var, var + between)):
             old = jnp.asarray(leaves[index])
             leaves[index] = jnp.where(some, value.astype(old.dtype), old)
@@ -238,7 +247,8 @@ def collect_momenta(source: Any, *args: Any, **kwargs: Any) -> dict[str, float]:
 
     Args:
       source: an ``nnx.Module``, whose graph is searched; or a function, which is traced with
-        ``args`` (never run) while linen's calls are watched.
+        ``args`` (never run) while linen's calls are watched. Functions under ``jax.jit`` in it are
+        traced again even if JAX holds a trace of them.
       *args: arguments of the function (arrays or ``ShapeDtypeStruct``).
       **kwargs: keyword arguments of the function.
 
@@ -248,7 +258,7 @@ def collect_momenta(source: Any, *args: Any, **kwargs: Any) -> dict[str, float]:
     if hasattr(source, "__call__") and not _is_nnx_module(source):  # noqa: B004
         with recording_momenta() as found:
             # A new function each time: a trace that comes from JAX's cache calls no module.
-            jax.eval_shape(lambda *a, **k: source(*a, **k), *args, **kwargs)
+            jax.eval_shape(lambda *a, **k: _without_jit(source, *a, **k), *args, **kwargs)
         return found
     from flax import nnx
 
@@ -258,6 +268,12 @@ def collect_momenta(source: Any, *args: Any, **kwargs: Any) -> dict[str, float]:
         if isinstance(node, nnx.Module) and _is_number(momentum):
             found["/".join(str(key) for key in path)] = float(momentum)
     return found
+
+
+def _without_jit(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # An inner jit that was traced before would answer from JAX's cache too.
+    with jax.disable_jit():
+        return function(*args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -302,13 +318,22 @@ def momenta_for(
     return tuple(_lookup(path, collected) for path in paths)
 
 
-def _lookup(path: str, collected: Momenta) -> float:
+def unknown_momenta(model_state: Any, collected: Momenta) -> tuple[str, ...]:
+    """Return the paths of the pairs for which :func:`momenta_for` would raise, in tree order."""
+    return tuple(p for p in pair_paths(model_state) if len(_candidates(p, collected)) != 1)
+
+
+def _candidates(path: str, collected: Momenta) -> set[float]:
     if path in collected:
-        return collected[path]
+        return {collected[path]}
     # A submodule applied on its own has a shorter path than its statistics have.
-    ends = {m for known, m in collected.items() if known == "" or path.endswith("/" + known)}
-    if len(ends) == 1:
-        return ends.pop()
+    return {m for known, m in collected.items() if known == "" or path.endswith("/" + known)}
+
+
+def _lookup(path: str, collected: Momenta) -> float:
+    found = _candidates(path, collected)
+    if len(found) == 1:
+        return found.pop()
     raise ValueError(
         f"the momentum of the normalisation layer {path!r} is not known "
         f"(known: {dict(collected)}); pass batch_norm_momentum=, the share of the old value "

@@ -47,9 +47,10 @@ def train_step(
       tx: any optax transformation; its ``update`` is given ``value``, ``grad``, ``value_fn``,
         ``grad_fn``, ``obj_fn``, ``weight``, ``freeze_index`` and the step's own extra arguments.
       has_aux: whether ``loss_fn`` returns a ``LossAux``. Default False.
-      metrics: which of ``loss``, ``grad_norm`` (trainable leaves), ``finite``, ``updates``,
-        ``micro_steps``, ``freeze_index``, ``learning_rate`` to report. Default None: all that can be
-        known. The loss's own metrics always come with them.
+      metrics: which of ``loss``, ``grad_norm`` (trainable leaves; inside an accumulation window, of
+        what it has gathered, which at its last call is what the optimizer gets), ``finite``,
+        ``updates``, ``micro_steps``, ``freeze_index``, ``learning_rate`` to report. Default None: all
+        that can be known. The loss's own metrics always come with them.
       microbatch: int >= 1, into how many micro-batches one batch is cut inside the step, to save
         memory. Default 1. See :func:`boostax.microbatch`.
       stats: ``"per_window"`` pools batch statistics over a window of micro-batches, ``"per_micro"``

@@ -128,6 +128,7 @@ class TestAccumulation:
         for batch in ([[3.0, 4.0]], [[0.0, 0.0]]):
             state, metrics = step(state, jnp.array(batch))
         np.testing.assert_allclose(state.params, [-0.6, -0.8], rtol=1e-5)
+        np.testing.assert_allclose(metrics["grad_norm"], 2.5, rtol=1e-5)  # of the window's mean
         assert (int(metrics["updates"]), int(metrics["micro_steps"])) == (1, 2)
         assert int(state.updates) == 1
 
