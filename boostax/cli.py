@@ -52,9 +52,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         _give_up_stdout()
         print(f"boostax: can't write the output: {error.strerror}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("\nboostax: interrupted", file=sys.stderr)
-        return 130
 
 
 def _give_up_stdout() -> None:
@@ -78,14 +75,30 @@ def _run(arguments: list[str]) -> int:
     if args.command is None:
         parser.print_help(sys.stderr)
         return 2
-    run: Callable[[argparse.Namespace], int] = args.run
-    try:
-        code = run(args)
-    except (ConfigError, MissingExtraError) as error:
-        print(f"boostax {args.command}: {error}", file=sys.stderr)
-        code = 2
+    code = guarded(f"boostax {args.command}", args.run, args)
     _flush()
     return code
+
+
+def guarded(name: str, run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    """Run a command; after wrong input or Ctrl-C print a message, without a traceback.
+
+    Args:
+      name: the command, for the message.
+      run: takes the arguments and returns the exit code.
+      args: the parsed arguments.
+
+    Returns:
+      What ``run`` returns; 2 after wrong input, 130 after Ctrl-C.
+    """
+    try:
+        return run(args)
+    except (ConfigError, MissingExtraError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nboostax: interrupted", file=sys.stderr)
+        return 130
 
 
 def _parser(command: str | None) -> argparse.ArgumentParser:

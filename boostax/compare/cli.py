@@ -9,8 +9,9 @@ import shlex
 import sys
 from typing import Any
 
+from boostax.cli import guarded
 from boostax.compare.task import UsageError, load_task, parse_target
-from boostax.errors import ConfigError, MissingExtraError, require
+from boostax.errors import require
 
 __all__ = ["add_arguments", "run"]
 
@@ -79,14 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; return 0, 2 for wrong input, or 130 after Ctrl-C."""
-    try:
-        return _run(args)
-    except (ConfigError, MissingExtraError) as error:  # UsageError is a ConfigError
-        print(f"boostax compare: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:  # before or after the runs
-        print("\nboostax compare: interrupted", file=sys.stderr)
-        return 130
+    return guarded("boostax compare", _run, args)
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -166,7 +166,7 @@ def test_the_command_alone_ends_cleanly_too(folder, capsys, monkeypatch):
 
     monkeypatch.setattr("boostax.compare.arms.load_arms", interrupted)
     assert command(folder) == 130
-    assert capsys.readouterr().err == "\nboostax compare: interrupted\n"
+    assert capsys.readouterr().err == "\nboostax: interrupted\n"
 
 
 @pytest.mark.parametrize("place", ["report.html", "tensorboard"])
