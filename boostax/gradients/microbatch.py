@@ -29,6 +29,7 @@ from boostax.training.contract import (
     canonical_loss,
     weight_of,
 )
+from boostax.updates._accumulate_leaves import sum_dtype
 
 __all__ = ["microbatch", "microbatched"]
 
@@ -60,7 +61,8 @@ def microbatch(
         batches of their own.
       batch_norm_momentum: the share of the old value, for ``stats="per_window"``. Default None: read
         from the linen modules that the loss calls.
-      accumulator_dtype: dtype of the sums of gradients. Default float32.
+      accumulator_dtype: dtype of the sums of gradients. Default float32; float64 leaves, losses and
+        metrics are then summed in float64.
       gradient_dtype: dtype of the gradients returned. Default None: the parameters' own, as
         ``jax.grad`` gives; ``jnp.float32`` keeps the sums' precision for low-precision parameters.
 
@@ -162,7 +164,7 @@ def microbatched(
             if gradient_dtype is not None:
                 grads = treedef.unflatten(
                     [
-                        g.astype(_sum_dtype(g, gradient_dtype)) if flag else g
+                        g.astype(sum_dtype(g, gradient_dtype)) if flag else g
                         for g, flag in zip(jax.tree.leaves(grads), trained, strict=True)
                     ]
                 )
@@ -171,12 +173,16 @@ def microbatched(
         first = jax.eval_shape(lambda: _part(parts, 0))
         with batch_stats.recording_momenta() as found:
             # A new function each time, or JAX would answer from its cache and call no module.
-            _, shapes = jax.eval_shape(
+            value_shape, shapes = jax.eval_shape(
                 lambda *a: loss(*a), params, model_state, first, _key(rng, 0)
             )
         seen.update(found)
         layers = {**seen, **(momenta or {})}
         pooled = stats == "per_window" and bool(batch_stats.pair_paths(model_state))
+        if pooled and momentum is None and batch_stats.unknown_momenta(model_state, layers):
+            # A jit inside the loss that was traced before calls no module: look again without it.
+            seen.update(batch_stats.collect_momenta(loss, params, model_state, first, _key(rng, 0)))
+            layers = {**seen, **(momenta or {})}
         per_pair = batch_stats.momenta_for(model_state, layers, momentum) if pooled else ()
 
         def visit(carry: _Sums, index: jax.Array) -> tuple[_Sums, None]:
@@ -209,13 +215,12 @@ def microbatched(
                 aux=aux.aux,
             ), None
 
-        zero = jnp.zeros((), jnp.float32)
         sums = _Sums(
-            weight=zero,
-            loss=zero,
-            metrics=dict.fromkeys(shapes.metrics, zero),
+            weight=jnp.zeros((), jnp.float32),
+            loss=_scalar_sum(value_shape),
+            metrics={name: _scalar_sum(m) for name, m in shapes.metrics.items()},
             grads=[
-                jnp.zeros_like(leaf, dtype=_sum_dtype(leaf, accumulator_dtype))
+                jnp.zeros_like(leaf, dtype=sum_dtype(leaf, accumulator_dtype))
                 for leaf, flag in zip(leaves, trained, strict=True)
                 if flag
             ],
@@ -304,11 +309,9 @@ def _merged(start: Any, new: Any) -> Any:
     return jax.tree.map(lambda after, before: jnp.asarray(after, before.dtype), new, start)
 
 
-def _sum_dtype(leaf: Any, dtype: Any) -> Any:
-    if jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
-        return jnp.promote_types(dtype, jnp.complex64)
-    return dtype
-
-
 def _result_dtype(leaf: Any, dtype: Any) -> Any:
-    return jnp.result_type(leaf) if dtype is None else _sum_dtype(leaf, dtype)
+    return jnp.result_type(leaf) if dtype is None else sum_dtype(leaf, dtype)
+
+
+def _scalar_sum(value: Any) -> jax.Array:
+    return jnp.zeros((), jnp.promote_types(value.dtype, jnp.float32))

@@ -20,7 +20,11 @@ def window_size(every: Any, updates: jax.Array) -> Any:
 
 
 def sum_dtype(leaf: Any, dtype: Any) -> Any:
-    if jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
+    """Return the dtype that a leaf is summed in: float32 is a floor, a lower one was asked for."""
+    own = jnp.result_type(leaf)
+    if dtype == jnp.float32 and own in (jnp.float64, jnp.complex128):
+        dtype = jnp.float64
+    if jnp.issubdtype(own, jnp.complexfloating):
         return jnp.complex128 if dtype == jnp.float64 else jnp.complex64
     return dtype
 

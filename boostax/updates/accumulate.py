@@ -94,7 +94,8 @@ def accumulate(
         negative, or that makes a sum overflow. ``"skip_micro"`` (default) leaves it
         out, and the window waits for ``every`` good ones. ``"skip_window"`` drops the window that it
         is in, without moving the boundary. ``"off"`` does not look.
-      accumulator_dtype: dtype of the sums and of what ``inner`` sees. Default float32.
+      accumulator_dtype: dtype of the sums and of what ``inner`` sees. Default float32; float64
+        leaves then stay float64.
       average_extra: extra arguments of ``update`` that ``inner`` gets as their weighted mean over the
         window. Names of float scalars, or a mapping from name to an example pytree (arrays or
         ``ShapeDtypeStruct``). The other extra arguments are those of the window's last call.

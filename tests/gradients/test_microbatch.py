@@ -237,6 +237,52 @@ def test_statistics_per_micro_go_from_part_to_part(net):
     np.testing.assert_allclose(mean, [0.6878, 0.6878], rtol=1e-5)
 
 
+def test_a_forward_pass_under_jit_that_was_traced_before_still_tells_its_momenta(net):
+    weights, state = net
+    forward = jax.jit(
+        lambda variables, x: Net().apply(variables, x, mutable=["batch_stats", "counter"])
+    )
+    forward({"params": weights, **state}, X[:2])
+
+    def loss(params, x, *, model_state):
+        y, new = forward({"params": params, **model_state}, x)
+        return jnp.mean(y**2), LossAux(model_state=new)
+
+    (_, expected), _ = microbatch(net_loss, 3, has_aux=True)(weights, X, model_state=state)
+    for run in (lambda f: f, jax.jit):
+        fn = run(microbatch(loss, 3, has_aux=True))
+        (_, aux), _ = fn(weights, X, model_state=state)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6),
+            aux.model_state,
+            expected.model_state,
+        )
+
+
+def test_float64_stays_float64(net):
+    with jax.enable_x64(True):
+        weights, state = jax.tree.map(
+            lambda a: a.astype(jnp.float64) if a.dtype == jnp.float32 else a, net
+        )
+        x = X.astype(jnp.float64)
+        run = lambda n: microbatch(net_loss, n, has_aux=True)(weights, x, model_state=state)
+        one, parts = run(1), run(3)
+        ((loss, aux), grads) = parts
+        assert loss.dtype == jnp.float64
+        assert aux.model_state["batch_stats"]["BatchNorm_0"]["var"].dtype == jnp.float64
+        stats = lambda result: result[0][1].model_state["batch_stats"]
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-13), stats(parts), stats(one)
+        )
+        wide = jax.tree.map(lambda p: p.astype(jnp.float64), params())
+        (loss, _), grads = microbatch(loss_fn, 3)(wide, x)
+        expected, expected_grads = jax.value_and_grad(loss_fn)(wide, x)
+        np.testing.assert_allclose(loss, expected, rtol=1e-14)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-13), grads, expected_grads
+        )
+
+
 def test_statistics_of_unknown_momentum_are_refused():
     state = {"batch_stats": {"own": {"mean": jnp.zeros(2), "var": jnp.ones(2)}}}
 

@@ -403,6 +403,22 @@ def test_state_types_never_change(params_dtype, grads_dtype):
     jax.lax.scan(lambda s, _: (tx.update(grads, s, params)[1], None), state, None, length=3)
 
 
+@pytest.mark.parametrize("every", [1, 3])
+def test_float64_stays_float64(every):
+    with jax.enable_x64(True):
+        gradients = np.random.default_rng(0).normal(size=(every, 3))
+        params = jnp.zeros(3, jnp.float64)
+        tx = accumulate(optax.sgd(1.0, momentum=0.5), every)
+        state = tx.init(params)
+        for g in gradients:
+            updates, new = tx.update(jnp.asarray(g), state, params)
+            assert jax.tree.map(jax.typeof, new) == jax.tree.map(jax.typeof, state)
+            state = new
+        np.testing.assert_allclose(updates, -gradients.mean(0), rtol=1e-14)
+        updates, state = boostax.flush(tx, state, params)
+        assert updates.dtype == jnp.float64
+
+
 def test_integer_float0_complex_and_masked_leaves():
     params = {
         "f": jnp.ones(2),
