@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import optax
@@ -269,8 +269,9 @@ def _updates(boost: Any, steps: int) -> tuple[int, int]:
     every = boost.config.every
     if not callable(every):
         return divmod(steps, int(every))
+    length: Callable[[int], Any] = every
     updates, start = 0, 0
     for number in range(1, steps + 1):
-        if number - start >= int(every(updates)):
+        if number - start >= int(length(updates)):
             updates, start = updates + 1, number
     return updates, steps - start
