@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import optax
 from flax import nnx
 
@@ -14,6 +13,7 @@ from boostax._auto_chain import base_optimizer, inner_chain, make_freezing
 from boostax._auto_reports import BoostDescription, ModelReport, chain_order
 from boostax.config import BoostConfig, load_config
 from boostax.gradients.forward_order import forward_order
+from boostax.training._start import typed_key
 from boostax.training.describe import order_line, parameter_fates
 from boostax.training.state import TrainState
 from boostax.training.step import TrainStep, train_step
@@ -108,6 +108,7 @@ class AutoBoost:
         params: Any = None,
         *,
         order: Sequence[str] | None = None,
+        wrt: Any = None,
     ) -> optax.GradientTransformationExtraArgs:
         """Compose the transformations that are on around a base optimizer.
 
@@ -121,6 +122,8 @@ class AutoBoost:
             ``ShapeDtypeStruct`` leaves. Needed where grad_freeze or centralize is on.
           order: every leaf's path in forward order, from :func:`boostax.forward_order`, for
             freezing. Default None: natural order, where the names tell it.
+          wrt: nnx filter of the trained leaves, where ``params`` is a model. Default None:
+            ``nnx.Param``.
 
         Returns:
           The transformation. ``tx`` itself where nothing is on and nothing is clipped.
@@ -145,7 +148,7 @@ class AutoBoost:
             )
         model = params if isinstance(params, nnx.Module) else None
         if model is not None:
-            params = nnx.state(model, nnx.Param)
+            params = nnx.state(model, nnx.Param if wrt is None else wrt)
         inner = inner_chain(self.config, enabled, base, params, model)
         if "grad_freeze" in enabled:
             inner = freeze(inner, make_freezing(self.config.grad_freeze, params, order))
@@ -240,13 +243,12 @@ class AutoBoost:
                 model_or_params,
                 batch,
                 model_state=model_state,
-                rng=jax.random.key(rng) if isinstance(rng, int) else rng,
+                rng=None if rng is None else typed_key(rng),
                 has_aux=settings.get("has_aux"),
                 wrt=settings.get("wrt"),
             )
-        step = self.train_step(
-            loss_fn, self.optimizer(tx, model_or_params, order=order), **settings
-        )
+        tx = self.optimizer(tx, model_or_params, order=order, wrt=settings.get("wrt"))
+        step = self.train_step(loss_fn, tx, **settings)
         return step, step.init(model_or_params, model_state=model_state, rng=rng)
 
     def describe(

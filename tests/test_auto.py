@@ -449,3 +449,27 @@ def test_the_clip_is_on_a_windows_mean_only_where_there_is_a_window():
     )
     windowed = AutoBoost("O0", {**WINDOW, **clip}).describe().order
     assert windowed[1] == "clip: on the window's mean gradient of the trainable leaves"
+
+
+def test_start_trains_what_the_filter_selects():
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.first = nnx.Linear(3, 3, rngs=rngs)
+            self.middle = nnx.Linear(3, 3, rngs=rngs)
+            self.last = nnx.Linear(3, 1, rngs=rngs)
+
+        def __call__(self, x):
+            return self.last(self.middle(self.first(x)))
+
+    model = Net(nnx.Rngs(0))
+    loss = lambda m, x, *, rng: jnp.mean(m(x) ** 2) + 0 * jax.random.uniform(rng)
+    wrt = nnx.Any(nnx.PathContains("middle"), nnx.PathContains("last"))
+    boost = AutoBoost("O1", {"grad_freeze": {"param_groups": 2, "total_steps": 4}})
+    step, state = boost.start(
+        loss, optax.sgd(0.1), model, jnp.ones((2, 3)), rng=np.int64(3), wrt=wrt
+    )
+    for _ in range(2):
+        state, _ = step(state, jnp.ones((2, 3)))
+    trained = state.merge(model)
+    np.testing.assert_array_equal(trained.first.kernel[...], model.first.kernel[...])
+    assert not np.array_equal(trained.last.kernel[...], model.last.kernel[...])

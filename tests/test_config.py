@@ -6,6 +6,7 @@ import os
 import pathlib
 
 import jax.numpy as jnp
+import jsonschema
 import numpy as np
 import optax
 import pytest
@@ -451,9 +452,7 @@ def test_the_schema_knows_every_key():
 
 
 def test_the_schema_agrees_with_the_loader():
-    validate = pytest.importorskip(
-        "jsonschema", reason="comes with the docs extra (nbformat)"
-    ).Draft202012Validator(json_schema())
+    validate = jsonschema.Draft202012Validator(json_schema())
     optimizer = {"name": "sgd", "learning_rate": 0.1}
     for right in (WHOLE, {}, {"optimizer": optimizer}, {"grad_accumulation": {"every": 2}}):
         assert validate.is_valid(right)
@@ -712,9 +711,7 @@ def test_a_dtype_is_kept_by_name():
 
 
 def test_the_schema_knows_ranges_masks_and_missing_names():
-    validator = pytest.importorskip(
-        "jsonschema", reason="comes with the docs extra (nbformat)"
-    ).Draft202012Validator(json_schema())
+    validator = jsonschema.Draft202012Validator(json_schema())
     mask = {"a": {"kernel": True, "bias": False}}
     assert validator.is_valid({"optimizer": {**ADAMW, "mask": mask, "b1": 0.9, "eps": 0}})
     steps = {"name": "piecewise_constant_schedule", "init_value": 1.0}

@@ -27,7 +27,8 @@ def needs_key(loss_fn: Callable[..., Any]) -> bool:
     return parameter is not None and parameter.default is parameter.empty
 
 
-def raw_key(rng: Any) -> tuple[jax.Array, str]:
+def typed_key(rng: Any) -> jax.Array:
+    """Return one typed key from a key, a raw key or an int seed."""
     key: Any = rng
     if isinstance(rng, (int, np.integer)) and not isinstance(rng, bool):
         key = jax.random.key(int(rng))
@@ -39,6 +40,12 @@ def raw_key(rng: Any) -> tuple[jax.Array, str]:
         key = jax.random.wrap_key_data(key)
     if key.shape != ():
         raise ValueError(f"rng must be one key, got an array of keys of shape {key.shape}")
+    return key
+
+
+def raw_key(rng: Any) -> tuple[jax.Array, str]:
+    """Return the raw data of a key, and its kind."""
+    key = typed_key(rng)
     return jax.random.key_data(key), str(jax.random.key_impl(key))
 
 
