@@ -89,7 +89,8 @@ def microbatch(
 
     When not to use:
       If the whole batch fits into memory: one large batch is faster. If micro-batches arrive one
-      call at a time, use :func:`boostax.accumulate`.
+      call at a time, use :func:`boostax.accumulate`. If a batch norm layer is called twice in one
+      forward pass, ``stats="per_window"`` does not give the whole batch's variances.
     """
     if not isinstance(has_aux, bool):
         raise TypeError(f"microbatch: has_aux must be a bool, got {has_aux!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +25,12 @@ def check_inner(inner: Any) -> optax.GradientTransformationExtraArgs:
         # optax.MultiSteps and its like are classes of their own.
         return optax.GradientTransformationExtraArgs(inner.init, inner.update)
     return optax.with_extra_args_support(inner)
+
+
+def takes(update: Any, name: str) -> bool:
+    """Say whether an update function takes this extra argument, by name or with all others."""
+    known = inspect.signature(update).parameters
+    return name in known or any(p.kind is p.VAR_KEYWORD for p in known.values())
 
 
 def one_name(name: str, value: Any, other: str, other_value: Any) -> Any:

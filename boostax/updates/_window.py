@@ -110,7 +110,12 @@ def has_updated(state: Any) -> jax.Array:
 
 
 def flush(
-    tx: optax.GradientTransformation, state: Any, params: Any, **extra: Any
+    tx: optax.GradientTransformation,
+    state: Any,
+    params: Any,
+    *,
+    gradient_dtype: Any = None,
+    **extra: Any,
 ) -> tuple[Any, Any]:
     """Apply what is left of an open window, as at the end of an epoch.
 
@@ -123,12 +128,17 @@ def flush(
         it, also inside ``optax.chain``, ``masked`` or ``multi_transform``.
       state: its state.
       params: the parameters.
-      **extra: extra arguments of ``update``; those in ``average_extra`` come from the window.
+      gradient_dtype: floating dtype of the gradients that ``tx`` gets otherwise, and so of the
+        updates. Default None: each parameter's own, as ``jax.grad`` gives. The window itself doesn't
+        tell it: give ``jnp.float32`` for low-precision parameters with float32 gradients.
+      **extra: extra arguments of ``update``; those in ``average_extra`` come from the window, and
+        so does ``weight``, the window's total, for an inner transformation that takes it.
 
     Returns:
       ``(updates, state)``, as of ``tx.update``.
 
     Raises:
+      TypeError: ``gradient_dtype`` is not a floating dtype.
       ValueError: there is no :class:`AccumulateState` in ``state``.
 
     Example:
@@ -149,7 +159,9 @@ def flush(
     open_ = [jnp.any(window.position > 0) for window in windows]
     pending = open_[0] if len(open_) == 1 else jnp.any(jnp.stack(open_))
     tx = optax.with_extra_args_support(tx)
-    zeros = jax.tree.map(_zero_gradient, params)
+    if gradient_dtype is not None and not jnp.issubdtype(gradient_dtype, jnp.floating):
+        raise TypeError(f"flush: gradient_dtype must be a floating dtype, got {gradient_dtype!r}")
+    zeros = jax.tree.map(lambda p: _zero_gradient(p, gradient_dtype), params)
 
     def run() -> Any:
         updates, new_state = tx.update(zeros, state, params, **extra, boostax_flush=True)
@@ -172,9 +184,13 @@ def _windows(state: Any, caller: str) -> list[AccumulateState]:
     return found
 
 
-def _zero_gradient(param: Any) -> Any:
-    if jnp.issubdtype(jnp.result_type(param), jnp.inexact):
-        return _compat.zeros_like(param)
+def _zero_gradient(param: Any, dtype: Any) -> Any:
+    own = jnp.result_type(param)
+    if jnp.issubdtype(own, jnp.inexact):
+        zeros = _compat.zeros_like(param)
+        if dtype is None or jnp.issubdtype(own, jnp.complexfloating):
+            return zeros
+        return zeros.astype(dtype)
     return np.zeros(jnp.shape(param), jax.dtypes.float0)
 
 

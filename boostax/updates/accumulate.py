@@ -31,6 +31,7 @@ from boostax.updates._accumulate_checks import (
     is_float0,
     is_inexact,
     one_name,
+    takes,
 )
 from boostax.updates._accumulate_leaves import (
     all_finite,
@@ -143,6 +144,7 @@ def accumulate(
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"accumulator_dtype must be a floating dtype, got {dtype}")
     templates = extra_templates(average_extra)
+    takes_weight = takes(inner.update, "weight")
     single = not callable(every) and every == 1
     fixed_size = 0 if callable(every) else int(every or 0)
 
@@ -277,7 +279,7 @@ def accumulate(
         def close() -> Any:
             passed = dict(averaged if single else new_extra)
             seen = [s if ok else g for s, g, ok in zip(new_sums, grads, has_sum, strict=True)]
-            if weight is not None:
+            if weight is not None or (boostax_flush and takes_weight):
                 passed["weight"] = total_weight
             out, inner_state = inner.update(
                 treedef.unflatten(seen),

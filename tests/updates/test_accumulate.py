@@ -143,6 +143,44 @@ def test_flush_drops_a_spoiled_window_and_needs_a_window():
         boostax.has_updated(sgd.init(params))
 
 
+@pytest.mark.parametrize("swallows", [True, False])
+def test_flush_passes_the_weight_that_was_gathered(swallows):
+    def update(g, state, params=None, *, weight):
+        return g, weight
+
+    def update_any(g, state, params=None, **extra):
+        return g, extra["weight"]
+
+    inner = optax.GradientTransformationExtraArgs(
+        lambda params: jnp.zeros(()), update_any if swallows else update
+    )
+    tx = accumulate(inner, 4)
+    _, params, state = run(tx, [6.0, 2.0], extras={"weight": [1, 3]})
+    updates, state = jax.jit(lambda s: boostax.flush(tx, s, params))(state)
+    assert (float(updates), float(state.inner_state)) == (3.0, 4.0)
+    strict = optax.GradientTransformationExtraArgs(
+        lambda params: (), lambda g, state, params=None: (g, state)
+    )
+    tx = accumulate(strict, 4)
+    _, params, state = run(tx, [6.0, 2.0])
+    assert float(boostax.flush(tx, state, params)[0]) == 4.0
+
+
+def test_flush_emits_the_dtype_of_the_gradients():
+    tx = accumulate(optax.sgd(1.0), 4)
+    params, exact = jnp.ones((), jnp.bfloat16), 1.00390625
+    state = tx.init(params)
+    emitted, state = tx.update(jnp.float32(exact), state, params)
+    updates, _ = boostax.flush(tx, state, params, gradient_dtype=jnp.float32)
+    assert (updates.dtype, float(updates)) == (emitted.dtype, -exact) == (jnp.float32, -exact)
+    again, _ = boostax.flush(tx, tx.init(params), params, gradient_dtype=jnp.float32)
+    assert (again.dtype, float(again)) == (jnp.float32, 0.0)
+    updates, _ = boostax.flush(tx, state, params)
+    assert optax.apply_updates(params, updates).dtype == jnp.bfloat16
+    with pytest.raises(TypeError, match="gradient_dtype"):
+        boostax.flush(tx, state, params, gradient_dtype=jnp.int32)
+
+
 def test_everything_in_the_optimizer_happens_once_a_window():
     schedule = optax.piecewise_constant_schedule(1.0, {1: 10.0})
     emitted, params, state = run(accumulate(optax.sgd(schedule), 4), [1.0] * 8)
