@@ -111,6 +111,17 @@ def _program(step: Any, init: Callable[[], Any]) -> Program:
     return Program(init, step, lambda state: state.params, compiled=True)
 
 
-def freezing(schedule: tuple[int, ...]) -> boostax.Freezing:
+def freezing(schedule: Any) -> boostax.Freezing:
     """Return three groups, one a layer of the plain perceptron, with this schedule."""
     return boostax.Freezing(boostax.parameter_groups(jax.eval_shape(plain.init), 3), schedule)
+
+
+# At index 1 the first layer of the linen network and its batch norm are frozen.
+LINEN_FREEZING = boostax.Freezing(
+    [
+        ["Dense_0/*", "BatchNorm_0/*", "Dense_1/*"],
+        ["Dense_1/*"],
+    ],
+    (0, 1, 0, 1),
+    params=jax.eval_shape(linen_net.init)["params"],
+)

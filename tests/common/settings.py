@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 import optax
 
 import boostax
@@ -39,6 +41,25 @@ def _accumulate(policy: str):
 
 # A schedule of six windows is two cycles of three; in steps 7 and 8 nothing is frozen any more.
 _SCHEDULE = (0, 1, 2, 0, 1, 2)
+_FROM_SCHEDULE = boostax.freeze_schedule("continuous", 3, full_fraction=0.34, total_steps=6)
+
+
+def _flushing(learning_rate):
+    """Windows of three and two: every fifth call flushes the window that is open."""
+    tx = boostax.accumulate(optax.sgd(learning_rate, 0.9), 3, nonfinite="off")
+
+    def init(params):
+        return jnp.zeros((), jnp.int32), tx.init(params)
+
+    def update(updates, state, params=None, **extra):
+        calls, state = state[0] + 1, state[1]
+        usual = tx.update(updates, state, params, **extra)
+        flushed = boostax.flush(tx, usual[1], params)
+        last = calls % 5 == 0
+        updates, state = jax.tree.map(lambda a, b: jnp.where(last, a, b), flushed, usual)
+        return updates, (calls, state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _everything(learning_rate):
@@ -50,12 +71,19 @@ ROWS: tuple[Row, ...] = (
     *(
         Row(
             name=f"accumulate_{policy}",
-            covers=("accumulate", "flush"),
+            covers=("accumulate",),
             seam="update",
             cycle=3,
             transform=_accumulate(policy),
         )
-        for policy in ("skip_micro", "skip_window", "off")
+        for policy in ("skip_micro", "skip_window")
+    ),
+    Row(
+        name="accumulate_flush",
+        covers=("accumulate", "flush"),
+        seam="update",
+        cycle=5,
+        transform=_flushing,
     ),
     Row(
         name="freeze",
@@ -64,7 +92,7 @@ ROWS: tuple[Row, ...] = (
         cycle=3,
         steps=8,
         transform=lambda learning_rate: boostax.freeze(
-            optax.sgd(learning_rate, 0.9), programs.freezing(_SCHEDULE)
+            optax.sgd(learning_rate, 0.9), programs.freezing(_FROM_SCHEDULE)
         ),
     ),
     Row(
@@ -82,7 +110,9 @@ ROWS: tuple[Row, ...] = (
         seam="update",
         cycle=2,
         transform=lambda learning_rate: optax.chain(
-            optax.adam(learning_rate, eps=1e-3), boostax.centralize()
+            # Adam's second moment at its usual rate of 0.999 would be lost in float16.
+            optax.adam(learning_rate, b2=0.9, eps=1e-2),
+            boostax.centralize(),
         ),
     ),
     Row(
@@ -134,6 +164,25 @@ ROWS: tuple[Row, ...] = (
         seam="all",
         cycle=2,
         program=programs.nnx_step(),
+        does_not_apply=_NOT_A_TRANSFORMATION,
+    ),
+    Row(
+        name="train_step_nnx_microbatch",
+        covers=("train_step", "microbatch"),
+        seam="all",
+        cycle=2,
+        program=programs.nnx_step(microbatch=3),
+        does_not_apply=_NOT_A_TRANSFORMATION,
+    ),
+    Row(
+        name="train_step_linen_freeze",
+        covers=("train_step", "freeze"),
+        seam="all",
+        cycle=2,
+        variants=2,
+        program=programs.linen_step(
+            lambda: boostax.freeze(programs.momentum(), programs.LINEN_FREEZING)
+        ),
         does_not_apply=_NOT_A_TRANSFORMATION,
     ),
     Row(
