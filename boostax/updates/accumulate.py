@@ -183,7 +183,7 @@ def accumulate(
         if boostax_flush and single:
             return jax.tree.map(zero_update, updates), state
         averaged = {} if boostax_flush else averaged_values(templates, extra)
-        sums = [None] * len(grads) if single else treedef.flatten_up_to(state.grads)
+        sums: list[Any] = [None] * len(grads) if single else treedef.flatten_up_to(state.grads)
         has_sum = [is_inexact(g) for g in grads]
         if not single:
             check_sums(updates, sums)
@@ -203,7 +203,7 @@ def accumulate(
         def summed(old: Any, value: Any, to: Any) -> Any:
             new = value.astype(to)
             if scaled:
-                new = new * weight.astype(new.real.dtype)
+                new = new * jnp.asarray(weight, new.real.dtype)
             return new if single else jnp.where(gathered, old + new, new)
 
         # Which micro-batches are bad, and which count: Python bools wherever that is known.
