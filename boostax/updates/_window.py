@@ -169,7 +169,7 @@ def flush(
 
     def rest() -> Any:
         shapes = jax.eval_shape(lambda: run()[0])
-        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), state
+        return jax.tree.map(_zero_like, shapes, params), state
 
     return _compat.cond(pending, run, rest)
 
@@ -192,6 +192,13 @@ def _zero_gradient(param: Any, dtype: Any) -> Any:
             return zeros
         return zeros.astype(dtype)
     return np.zeros(jnp.shape(param), jax.dtypes.float0)
+
+
+def _zero_like(struct: Any, param: Any) -> Any:
+    # An update is laid out like its parameter; on an Explicit mesh that is part of its type.
+    if jnp.shape(param) == struct.shape and struct.dtype != jax.dtypes.float0:
+        return _compat.zeros_like(param).astype(struct.dtype)
+    return jnp.zeros(struct.shape, struct.dtype)
 
 
 def _keep_before(old: Any, new: Any) -> Any:
