@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import numbers
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -12,6 +13,8 @@ import optax
 
 _ATTRIBUTE = "__boostax_info__"
 _PLAIN = "__boostax_plain__"
+# What optax and others call the functions that make up a transformation.
+_UPDATE = re.compile(r"(\w+_)?update(_fn)?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +30,8 @@ class TransformInfo:
         leaves out are not concerned.
       check: raises a ``StateMismatchError`` for an optimizer state on the host that was made with
         other static facts.
+      keywords: the extra arguments that the update takes, where it refuses all others (optax's SAM
+        does); None where it swallows what it doesn't know.
     """
 
     name: str
@@ -35,6 +40,7 @@ class TransformInfo:
     static: Any = None
     fates: Callable[[Any], Mapping[str, str]] | None = None
     check: Callable[[Any], None] | None = None
+    keywords: frozenset[str] | None = None
 
 
 def with_info(
@@ -110,8 +116,15 @@ def _walk_function(function: Any, seen: set[int]) -> Iterator[TransformInfo]:
     inner = list(_walk_values([*_closure(function).values(), *_injected(function)], seen))
     name = getattr(function, "__qualname__", "").split(".")[0]
     if name not in {"chain", "named_chain", "with_extra_args_support", ""}:
-        yield TransformInfo(name)
+        yield TransformInfo(name, keywords=_only_keywords(function))
     yield from inner
+
+
+def _only_keywords(function: Any) -> frozenset[str] | None:
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    return frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY) or None
 
 
 def _closure(function: Any) -> dict[str, Any]:
@@ -156,5 +169,5 @@ def _walk_values(values: list[Any], seen: set[int]) -> Iterator[TransformInfo]:
             yield from _walk_values(list(value), seen)
         elif isinstance(value, dict):
             yield from _walk_values(list(value.values()), seen)
-        elif callable(value) and getattr(value, "__name__", "") in {"update_fn", "update"}:
+        elif callable(value) and _UPDATE.fullmatch(getattr(value, "__name__", "")):
             yield from _walk_function(value, seen)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from boostax import _info
 from boostax.errors import StateMismatchError
 from boostax.gradients.microbatch import microbatched
 from boostax.gradients.value_and_grad import trained_leaves, value_and_grad
@@ -119,10 +120,10 @@ class StepFunction:
         if settings.freezing is not None:
             given["freeze_index"] = index if traced_index is None else traced_index
 
-        given = {**_accepted(self.tx.update, given), **extra}
+        given = {**_accepted(self.tx, given), **extra}
         value_fn = lambda params, **_: self._value(params, start, batch, rng)
         value_fn = _declaring(value_fn, given)
-        given = {**_accepted(self.tx.update, {"value_fn": value_fn}), **given}
+        given = {**_accepted(self.tx, {"value_fn": value_fn}), **given}
 
         def update(params: Any, opt_state: Any) -> tuple[Any, Any]:
             updates, opt_state = self.tx.update(grads, opt_state, params, **given)
@@ -339,12 +340,12 @@ class StepFunction:
         return injected_learning_rate(new.opt_state) if rate is None else rate
 
 
-def _accepted(update: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what ``update`` neither declares nor swallows, as optax's SAM does not."""
-    parameters = inspect.signature(update).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return given
-    return {name: value for name, value in given.items() if name in parameters}
+def _accepted(tx: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what a part of ``tx`` neither declares nor swallows, as optax's SAM does not."""
+    for info in _info.walk(tx):
+        if info.keywords is not None:
+            given = {name: value for name, value in given.items() if name in info.keywords}
+    return given
 
 
 def _declaring(value_fn: Callable[..., Any], names: Mapping[str, Any]) -> Callable[..., Any]:

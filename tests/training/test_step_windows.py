@@ -1,5 +1,6 @@
 """The train step together with accumulation, micro-batches and freezing."""
 
+import flax.core
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -486,3 +487,30 @@ def test_an_optimizer_with_a_key_in_its_state():
     step = train_step(linear, optax.noisy_sgd(0.1, key=jax.random.key(0)))
     state, _ = step(step.init(jnp.zeros(2)), jnp.ones((1, 2)))
     assert np.isfinite(state.params).all()
+
+
+@pytest.mark.parametrize("wrap", [lambda tx: tx, lambda tx: optax.chain(optax.clip(1.0), tx)])
+def test_an_optimizer_that_refuses_what_it_does_not_know(wrap):
+    sam = optax.contrib.sam(
+        optax.sgd(0.1), optax.contrib.normalize(), opaque_mode=True, sync_period=2
+    )
+    loss = lambda p, x: jnp.mean((x - p) ** 2)
+    x, params = jnp.ones(2), jnp.zeros(2)
+    step = train_step(loss, wrap(sam))
+    state, opt_state = step.init(params), sam.init(params)
+    for _ in range(3):
+        state, _ = step(state, x)
+        updates, opt_state = sam.update(
+            jax.grad(loss)(params, x), opt_state, params, grad_fn=lambda p, _: jax.grad(loss)(p, x)
+        )
+        params = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(state.params, params, rtol=1e-5)
+    assert float(params[0]) > 0.05
+
+
+def test_collections_may_come_frozen():
+    step = train_step(norm_loss, optax.sgd(0.1), has_aux=True)
+    variables = flax.core.freeze(LinenNorm().init(jax.random.key(0), jnp.ones((2, 1))))
+    state = step.init(variables["params"], model_state={"batch_stats": variables["batch_stats"]})
+    state, _ = step(state, micro(2.0))
+    np.testing.assert_allclose(first_stats(state), (0.2, 1.0), rtol=1e-5)
