@@ -28,12 +28,14 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("boostax")
 
 
-def pytest_collection_modifyitems(items):
-    """With pytest-xdist, let one worker run what shares compiled steps: a row, or a file."""
-    for item in items:
-        row = getattr(getattr(item, "callspec", None), "params", {}).get("row")
-        group = getattr(row, "name", None) or item.path.name
-        item.add_marker(pytest.mark.xdist_group(group))
+def pytest_itemcollected(item):
+    """With pytest-xdist, let one worker run what shares compiled steps: a row, or a file.
+
+    Here and not in ``pytest_collection_modifyitems``, where pytest-xdist has looked already.
+    """
+    row = getattr(getattr(item, "callspec", None), "params", {}).get("row")
+    group = getattr(row, "name", None) or item.path.name
+    item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture

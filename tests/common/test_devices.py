@@ -17,16 +17,18 @@ def test_devices(row, count):
 
     On eight devices the mesh is Explicit: there every array's type says how it is laid out.
     """
+    # Recorded out here: inside of the mesh every array would be laid out over it.
+    run = harness.recorded(row)
     if count < max(harness.DEVICE_COUNTS):
-        _train(row, harness.mesh_of(count))
+        _train(row, run, harness.mesh_of(count))
         return
     mesh = jax.make_mesh((count,), ("data",), (AxisType.Explicit,))
     with jax.set_mesh(mesh):
-        _train(row, mesh)
+        _train(row, run, mesh)
 
 
-def _train(row, mesh):
-    run, count = harness.recorded(row), mesh.size
+def _train(row, run, mesh):
+    count = mesh.size
     carry = jax.device_put(run.program.init(), NamedSharding(mesh, PartitionSpec()))
     for t in range(row.cycle):
         batch = jax.device_put(run.batches[t], NamedSharding(mesh, PartitionSpec("data")))
