@@ -19,7 +19,7 @@ from boostax.errors import StateMismatchError
 from boostax.gradients.microbatch import microbatched
 from boostax.gradients.value_and_grad import trained_leaves, value_and_grad
 from boostax.training._windows import after_call, after_flush
-from boostax.training.batch_stats import Window, recording_momenta
+from boostax.training.batch_stats import Window, collect_momenta, unknown_momenta
 from boostax.training.contract import CanonicalLoss, LossAux, weight_of
 from boostax.training.metrics import all_finite, global_norm, injected_learning_rate
 from boostax.training.state import TrainState
@@ -177,13 +177,11 @@ class StepFunction:
         return new_state, {**shown, **aux.metrics}
 
     def _look_up_momenta(self, state: TrainState, batch: Any) -> None:
-        """Note the momenta of the linen modules that the loss calls (those of nnx are known)."""
-        loss = lambda s, b: self._loss(s.params, s.model_state, b, self._rng(s))[0]
-        # Without jit, because a function that was traced before would call no module again.
-        with jax.disable_jit(), recording_momenta() as found:
-            jax.make_jaxpr(loss)(state, batch)
-        for path, momentum in found.items():
-            self._momenta.setdefault(path, momentum)
+        """Note the momenta of the linen modules that the loss calls, where they aren't known yet."""
+        if unknown_momenta(state.model_state, self._momenta):
+            loss = lambda s, b: self._loss(s.params, s.model_state, b, self._rng(s))[0]
+            for path, momentum in collect_momenta(loss, state, batch).items():
+                self._momenta.setdefault(path, momentum)
 
     def flush(self, state: TrainState, extra: dict[str, Any]) -> TrainState:
         """Close the open window: update with what was gathered, and pool its statistics."""

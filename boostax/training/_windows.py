@@ -65,13 +65,10 @@ def after_call(
     emitted, dropped = _closed(old_opt_state, opt_state)
     if isinstance(window, Window):
         window = add_micro(window, start, new, weight, ok)
-        threaded = thread(start, new, ok)
-        pooled = close_window(window, threaded, momenta_for(start, momenta, momentum))
-        model_state = _select(emitted, pooled, threaded)
-        return model_state, _select(emitted | dropped, reset(window), window)
-    moved = hold_unless(ok, new, start)
-    model_state = _select(dropped, window, moved)
-    return model_state, _select(emitted | dropped, model_state, window)
+        model_state = thread(start, new, ok)
+    else:
+        model_state = hold_unless(ok, new, start)
+    return _close(window, model_state, emitted, dropped, momenta, momentum)
 
 
 def after_flush(
@@ -87,6 +84,18 @@ def after_flush(
     if window is None:
         return model_state, None
     emitted, dropped = _closed(old_opt_state, opt_state)
+    return _close(window, model_state, emitted, dropped, momenta, momentum)
+
+
+def _close(
+    window: Any,
+    model_state: Any,
+    emitted: Any,
+    dropped: Any,
+    momenta: Mapping[str, float],
+    momentum: float | None,
+) -> tuple[Any, Any]:
+    """Pool the statistics of a window that ended, or go back to those before a dropped one."""
     if isinstance(window, Window):
         pooled = close_window(window, model_state, momenta_for(model_state, momenta, momentum))
         model_state = _select(emitted, pooled, model_state)
