@@ -14,10 +14,13 @@ import jax
 import numpy as np
 import pytest
 
-_CACHE = os.environ.get(
-    "BOOSTAX_TEST_CACHE", str(pathlib.Path(__file__).resolve().parents[1] / ".cache" / "jax")
+_CACHE = pathlib.Path(
+    os.environ.get("BOOSTAX_TEST_CACHE") or pathlib.Path(__file__).resolve().parents[1] / ".cache/jax"
 )
-jax.config.update("jax_compilation_cache_dir", _CACHE)
+# JAX writes an entry in place, so that a second process can meet half of it: a folder per worker.
+jax.config.update(
+    "jax_compilation_cache_dir", str(_CACHE / os.environ.get("PYTEST_XDIST_WORKER", "alone"))
+)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 jax.config.update("jax_numpy_rank_promotion", "raise")
