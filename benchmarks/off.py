@@ -105,7 +105,7 @@ def main() -> None:
         start = jax.tree.map(
             jnp.copy, {"params": params, "opt_state": tx.init(params), "step": jnp.int32(0)}
         )
-        costs[f"boostax, {name}"] = compiled_cost(step._jitted(None), state, batch, {})
+        costs[f"boostax, {name}"] = compiled_cost(step._jitted(None, state), state, batch, {})
         costs[f"by hand, {name}"] = compiled_cost(by_hand, start, batch)
         candidates[f"boostax, {name}"] = runner(step, state, batch)
         candidates[f"by hand, {name}"] = runner(by_hand, start, batch)

@@ -32,6 +32,10 @@ class TransformInfo:
         other static facts.
       keywords: the extra arguments that the update takes, where it refuses all others (optax's SAM
         does); None where it swallows what it doesn't know.
+      axes: the axes that it exchanges over; whatever decides whether it runs decides so for all
+        devices of these axes together.
+      exchanges: whether its update takes ``boostax_exchange``, a function of gradients and weight
+        that combines them over devices, and calls it as late and on as little as it can.
     """
 
     name: str
@@ -41,6 +45,8 @@ class TransformInfo:
     fates: Callable[[Any], Mapping[str, str]] | None = None
     check: Callable[[Any], None] | None = None
     keywords: frozenset[str] | None = None
+    axes: tuple[str, ...] = ()
+    exchanges: bool = False
 
 
 def with_info(
@@ -58,6 +64,11 @@ def with_plain(tx: Any, plain: Any) -> Any:
     return tx
 
 
+def info_of(tx: Any) -> TransformInfo | None:
+    """Return the description of ``tx`` itself, or None."""
+    return getattr(tx.update, _ATTRIBUTE, None)
+
+
 def noted_plain(tx: Any) -> Any | None:
     """Return what :func:`with_plain` noted, or None."""
     return getattr(tx.update, _PLAIN, None)
@@ -72,7 +83,7 @@ def plain_of(tx: Any) -> Any:
         noted = noted_plain(tx)
         if noted is not None:
             return noted
-        info = getattr(tx.update, _ATTRIBUTE, None)
+        info = info_of(tx)
         if info is None or info.inner is None:
             return tx
         tx = info.inner
@@ -91,6 +102,11 @@ def walk(tx: Any) -> Iterator[TransformInfo]:
 def find(tx: Any, name: str) -> TransformInfo | None:
     """Return the first description called ``name`` inside ``tx``, or None."""
     return next((info for info in walk(tx) if info.name == name), None)
+
+
+def exchanged_axes(tx: Any) -> tuple[str, ...]:
+    """Return the axes that anything inside ``tx`` exchanges over, each once."""
+    return tuple(dict.fromkeys(axis for info in walk(tx) for axis in info.axes))
 
 
 def _walk_function(function: Any, seen: set[int]) -> Iterator[TransformInfo]:

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 _CACHE = pathlib.Path(
-    os.environ.get("BOOSTAX_TEST_CACHE") or pathlib.Path(__file__).resolve().parents[1] / ".cache/jax"
+    os.environ.get("BOOSTAX_TEST_CACHE")
+    or pathlib.Path(__file__).resolve().parents[1] / ".cache/jax"
 )
 # JAX writes an entry in place, so that a second process can meet half of it: a folder per worker.
 jax.config.update(

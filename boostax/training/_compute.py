@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import flax.core
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from boostax import _info
 from boostax.errors import StateMismatchError
 from boostax.gradients.microbatch import microbatched
 from boostax.gradients.value_and_grad import trained_leaves, value_and_grad
+from boostax.training._arguments import accepted, declaring, merge_state
+from boostax.training._replicas import Replicas
+from boostax.training._step_metrics import step_metrics
 from boostax.training._windows import after_call, after_flush
 from boostax.training.batch_stats import Window, collect_momenta, unknown_momenta
 from boostax.training.contract import CanonicalLoss, LossAux, weight_of
-from boostax.training.metrics import all_finite, global_norm, injected_learning_rate
+from boostax.training.metrics import all_finite
 from boostax.training.state import TrainState
-from boostax.updates._skip import find_state, find_states, skip
-from boostax.updates.accumulate import AccumulateState, flush
+from boostax.updates._skip import find_state, skip
+from boostax.updates.accumulate import flush
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +41,8 @@ class Settings:
     learning_rate: Any
     window_policy: str | None
     window_every: Any
+    replicas: Replicas | None = None
+    example_weights: str | None = None
 
     @property
     def may_skip(self) -> bool:
@@ -51,6 +53,11 @@ class Settings:
     def window_decides(self) -> bool:
         """Whether ``accumulate`` decides what is skipped, by a policy of its own."""
         return self.window_policy in ("skip_micro", "skip_window")
+
+    @property
+    def own_gradients(self) -> bool:
+        """Whether ``tx`` gets each device's own gradients."""
+        return self.replicas is not None and self.replicas.exchange != "step"
 
     @property
     def fixed_windows(self) -> bool:
@@ -69,6 +76,9 @@ class StepFunction:
 
     ``index`` is a static freeze index, or None: then the schedule is read from the state, and all
     variants are compiled into one function.
+
+    With ``settings.replicas`` it runs inside ``shard_map``: the batch is this device's part, and the
+    leaves of the optimizer state that differ between devices are its own.
     """
 
     def __init__(
@@ -80,6 +90,7 @@ class StepFunction:
         takes_rng: bool,
         key_impl: str | None,
         momenta: dict[str, float],
+        model: Any = None,
     ):
         self.settings = settings
         self.tx = tx
@@ -87,7 +98,10 @@ class StepFunction:
         self._key_impl = key_impl
         self._momenta = momenta
         self._gives_weight = False
-        self._loss = self._prepared(loss)
+        self._model = model  # of nnx; it knows which leaves of its state are random keys
+        # The second can be traced outside of shard_map as well.
+        self._loss = self._prepared(loss, settings.replicas)
+        self._loss_anywhere = self._prepared(loss, None)
 
     def __call__(
         self, state: TrainState, batch: Any, extra: dict[str, Any], index: int | None
@@ -96,7 +110,8 @@ class StepFunction:
         rng = self._rng(state)
         start = state.model_state
         index, traced_index = self._indices(state, index)
-        if isinstance(state.window, Window) and settings.batch_norm_momentum is None:
+        pools = isinstance(state.window, Window) or settings.replicas is not None
+        if pools and settings.batch_norm_momentum is None:
             self._look_up_momenta(state, batch)
         loss, aux, grads, new_stats = self._gradients(
             state.params, start, batch, rng, index, traced_index
@@ -106,24 +121,27 @@ class StepFunction:
             "finite" in settings.metrics or settings.skip_nonfinite or settings.window_decides
         )
         finite = all_finite(loss, trained) if needs_finite else None
-        weight = weight_of(aux, batch)
+        weight = own_weight = weight_of(aux, batch)
+        if settings.replicas is not None:
+            finite, weight = self._agreed(finite, own_weight)
 
         given: dict[str, Any] = {
             "value": loss,
             "grad": grads,
             "grad_fn": lambda params, _: self._all_gradients(params, start, batch, rng),
             "obj_fn": lambda params: self._value(params, start, batch, rng),  # optax's Sophia
-            "weight": weight,
+            "weight": own_weight if self.settings.own_gradients else weight,
         }
+        given |= self._exchange()
         if finite is not None:
             given["finite"] = finite
         if settings.freezing is not None:
             given["freeze_index"] = index if traced_index is None else traced_index
 
-        given = {**_accepted(self.tx, given), **extra}
+        given = {**accepted(self.tx, given), **extra}
         value_fn = lambda params, **_: self._value(params, start, batch, rng)
-        value_fn = _declaring(value_fn, given)
-        given = {**_accepted(self.tx, {"value_fn": value_fn}), **given}
+        value_fn = declaring(value_fn, given)
+        given = {**accepted(self.tx, {"value_fn": value_fn}), **given}
 
         def update(params: Any, opt_state: Any) -> tuple[Any, Any]:
             updates, opt_state = self.tx.update(grads, opt_state, params, **given)
@@ -167,7 +185,15 @@ class StepFunction:
             skipped=skipped,
             window=window,
         )
-        shown = self._metrics(state, new_state, loss, finite, trained, index, traced_index)
+        shown = step_metrics(
+            settings,
+            state,
+            new_state,
+            loss=loss,
+            finite=finite,
+            trained=trained,
+            index=index if traced_index is None else traced_index,
+        )
         clash = sorted(set(shown) & set(aux.metrics))
         if clash:
             raise ValueError(
@@ -176,16 +202,32 @@ class StepFunction:
             )
         return new_state, {**shown, **aux.metrics}
 
+    def _exchange(self) -> dict[str, Any]:
+        """Return what lets the outermost part of ``tx`` combine the gradients, if it is to."""
+        replicas = self.settings.replicas
+        if replicas is None or replicas.exchange != "window":
+            return {}
+        return {"boostax_exchange": replicas.mean}
+
+    def _agreed(self, finite: Any, weight: jax.Array) -> tuple[Any, jax.Array]:
+        """Return the decision of all devices, and the weight of the whole batch."""
+        replicas: Any = self.settings.replicas
+        if finite is not None:
+            # A device of weight 0 adds nothing, whatever it holds.
+            finite = replicas.agree(finite | (weight == 0) if self._gives_weight else finite)
+        return finite, replicas.total(weight)
+
     def _look_up_momenta(self, state: TrainState, batch: Any) -> None:
         """Note the momenta of the linen modules that the loss calls, where they aren't known yet."""
         if unknown_momenta(state.model_state, self._momenta):
-            loss = lambda s, b: self._loss(s.params, s.model_state, b, self._rng(s))[0]
+            loss = lambda s, b: self._loss_anywhere(s.params, s.model_state, b, self._rng(s))[0]
             for path, momentum in collect_momenta(loss, state, batch).items():
                 self._momenta.setdefault(path, momentum)
 
     def flush(self, state: TrainState, extra: dict[str, Any]) -> TrainState:
         """Close the open window: update with what was gathered, and pool its statistics."""
-        updates, opt_state = flush(self.tx, state.opt_state, state.params, **extra)
+        given = {**extra, **self._exchange()}
+        updates, opt_state = flush(self.tx, state.opt_state, state.params, **given)
         model_state, window = after_flush(
             state.window,
             state.model_state,
@@ -204,19 +246,38 @@ class StepFunction:
     def gives_weight(self, state: TrainState, batch: Any) -> bool:
         """Trace the loss, and say whether it gives a weight, which may then be 0."""
         jax.eval_shape(
-            lambda s, b: self._loss(s.params, s.model_state, b, self._rng(s))[0], state, batch
+            lambda s, b: self._loss_anywhere(s.params, s.model_state, b, self._rng(s))[0],
+            state,
+            batch,
         )
         return self._gives_weight
 
-    def _prepared(self, loss: CanonicalLoss) -> CanonicalLoss:
-        """Note whether the loss gives a weight, and complete the model state it returns."""
+    def _prepared(self, loss: CanonicalLoss, replicas: Replicas | None) -> CanonicalLoss:
+        """Note whether the loss gives a weight, and complete the model state it returns.
+
+        Each device draws from a key of its own. With statistics per micro-batch the devices pool
+        them at every micro-batch, else once a call.
+        """
+        alone = replicas is None or replicas.size == 1
+        pools = not alone and self.settings.stats == "per_micro"
 
         def prepared(
             params: Any, model_state: Any, batch: Any, rng: Any
         ) -> tuple[jax.Array, LossAux]:
+            start = model_state
+            if replicas is not None and not alone:
+                index = replicas.index()
+                rng = None if rng is None else jax.random.fold_in(rng, index)
+                if self._model is not None:
+                    model_state = self._model.fold_keys(model_state, index)
             value, aux = loss(params, model_state, batch, rng)
             self._gives_weight = aux.weight is not None
-            return value, aux.replace(model_state=_merge_state(model_state, aux.model_state))
+            new = merge_state(model_state, aux.model_state)
+            if not alone and self._model is not None:
+                new = self._model.with_keys_of(start, new)
+            if pools:
+                new = self._pooled(start, new, weight_of(aux, batch))
+            return value, aux.replace(model_state=new)
 
         return prepared
 
@@ -248,6 +309,10 @@ class StepFunction:
                 trainable = None if i is None else freezing.trainable(i)
                 (loss, aux), grads = self._value_and_grad(trainable)(params, start, batch, rng)
                 stats = start if aux.model_state is None else aux.model_state
+                if self.settings.replicas is not None:
+                    loss, aux, grads, stats = self._combined(
+                        loss, aux, grads, stats, start, batch, trained_leaves(params, trainable)
+                    )
                 if i is not None:
                     stats = freezing.hold_statistics(i, start, stats)
                 return loss, aux.replace(model_state=None), grads, stats
@@ -258,6 +323,39 @@ class StepFunction:
             return variant(index)(params, start, batch, rng)
         branches = [variant(i) for i in range(freezing.num_indices)]
         return jax.lax.switch(traced_index, branches, params, start, batch, rng)
+
+    def _combined(
+        self,
+        loss: jax.Array,
+        aux: LossAux,
+        grads: Any,
+        stats: Any,
+        start: Any,
+        batch: Any,
+        trained: list[bool],
+    ) -> tuple[jax.Array, LossAux, Any, Any]:
+        """Combine what the devices computed; gradients only where ``tx`` does not do it."""
+        replicas: Any = self.settings.replicas
+        weight = weight_of(aux, batch)
+        if self.settings.stats != "per_micro":
+            stats = self._pooled(start, stats, weight)
+        leaves, treedef = jax.tree.flatten(grads)
+        own = [leaf for leaf, flag in zip(leaves, trained, strict=True) if flag]
+        if replicas.exchange == "step":
+            own = replicas.mean(own, weight)
+        elif self._gives_weight:
+            own = [jnp.where(weight == 0, jnp.zeros_like(leaf), leaf) for leaf in own]
+        supply = iter(own)
+        leaves = [
+            next(supply) if flag else leaf for leaf, flag in zip(leaves, trained, strict=True)
+        ]
+        loss, metrics = replicas.mean((loss, _as_floats(aux.metrics)), weight)
+        return loss, aux.replace(metrics=metrics), treedef.unflatten(leaves), stats
+
+    def _pooled(self, start: Any, new: Any, weight: jax.Array) -> Any:
+        replicas: Any = self.settings.replicas
+        momentum = self.settings.batch_norm_momentum
+        return replicas.pooled_state(start, new, weight, self._momenta, momentum)
 
     def _value_and_grad(self, trainable: Any) -> Callable[..., Any]:
         if self.settings.microbatch == 1:
@@ -273,119 +371,29 @@ class StepFunction:
 
     def _value(self, params: Any, start: Any, batch: Any, rng: Any) -> jax.Array:
         nothing = jax.tree.map(lambda _: False, params)
-        return self._value_and_grad(nothing)(params, start, batch, rng)[0][0]
+        (loss, aux), _ = self._value_and_grad(nothing)(params, start, batch, rng)
+        if self.settings.replicas is None:
+            return loss
+        return self.settings.replicas.mean(loss, weight_of(aux, batch))
 
     def _all_gradients(self, params: Any, start: Any, batch: Any, rng: Any) -> Any:
-        return self._value_and_grad(None)(params, start, batch, rng)[1]
+        (_, aux), grads = self._value_and_grad(None)(params, start, batch, rng)
+        if self.settings.replicas is None or self.settings.own_gradients:
+            return grads
+        return self.settings.replicas.mean(grads, weight_of(aux, batch))
 
     def _trained(self, grads: Any, params: Any, index: int | None) -> list[Any]:
         trainable = None if index is None else self.settings.freezing.trainable(index)
         flags = trained_leaves(params, trainable)
         return [g for g, flag in zip(jax.tree.leaves(grads), flags, strict=True) if flag]
 
-    def _metrics(
-        self,
-        old: TrainState,
-        new: TrainState,
-        loss: jax.Array,
-        finite: jax.Array | None,
-        trained: list[Any],
-        index: int | None,
-        traced_index: Any,
-    ) -> dict[str, jax.Array]:
-        shown: dict[str, Any] = {}
-        for name in self.settings.metrics:
-            if name == "loss":
-                shown[name] = loss.astype(jnp.promote_types(loss.dtype, jnp.float32))
-            elif name == "grad_norm":
-                shown[name] = global_norm(self._gathered(new, trained))
-            elif name == "finite":
-                shown[name] = finite
-            elif name == "updates":
-                shown[name] = new.updates
-            elif name == "micro_steps":
-                shown[name] = self._micro_steps(new)
-            elif name == "freeze_index":
-                shown[name] = jnp.asarray(
-                    index if traced_index is None else traced_index, jnp.int32
-                )
-            elif (rate := self._learning_rate(old, new)) is not None:
-                shown[name] = jnp.asarray(rate, jnp.float32)
-        return shown
 
-    def _gathered(self, state: TrainState, trained: list[Any]) -> list[Any]:
-        """Return this call's gradients, or inside a window those that it has gathered so far.
-
-        At a window's last call that is what the optimizer gets, and a clip in it measures.
-        """
-        windows = find_states(state.opt_state, AccumulateState)
-        if len(windows) != 1 or windows[0].grads is None:
-            return trained
-        return jax.tree.leaves(windows[0].grads)
-
-    def _micro_steps(self, state: TrainState) -> jax.Array:
-        window = find_state(state.opt_state, AccumulateState)
-        if window is not None:
-            calls = window.micro_steps
-        else:
-            calls = state.attempt if state.skipped is None else state.attempt - state.skipped
-        return calls if self.settings.microbatch == 1 else calls * self.settings.microbatch
-
-    def _learning_rate(self, old: TrainState, new: TrainState) -> Any:
-        rate = self.settings.learning_rate
-        if callable(rate):
-            return rate(old.updates)
-        return injected_learning_rate(new.opt_state) if rate is None else rate
-
-
-def _accepted(tx: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what a part of ``tx`` neither declares nor swallows, as optax's SAM does not."""
-    for info in _info.walk(tx):
-        if info.keywords is not None:
-            given = {name: value for name, value in given.items() if name in info.keywords}
-    return given
-
-
-def _declaring(value_fn: Callable[..., Any], names: Mapping[str, Any]) -> Callable[..., Any]:
-    """Let ``value_fn`` declare these keywords; optax's line searches refuse all that it doesn't."""
-    kinds = inspect.Parameter
-    value_fn.__signature__ = inspect.Signature(  # pyright: ignore[reportFunctionMemberAccess]
-        [
-            kinds("params", kinds.POSITIONAL_OR_KEYWORD),
-            *(kinds(name, kinds.KEYWORD_ONLY) for name in names if name not in ("value", "grad")),
-        ]
-    )
-    return value_fn
+def _as_floats(metrics: Mapping[str, Any]) -> dict[str, jax.Array]:
+    return {
+        name: jnp.asarray(value, jnp.promote_types(jnp.result_type(value), jnp.float32))
+        for name, value in metrics.items()
+    }
 
 
 def _all(conditions: list[Any]) -> Any:
     return functools.reduce(jnp.logical_and, conditions) if conditions else True
-
-
-def _merge_state(start: Any, new: Any) -> Any:
-    """Put the collections that the loss returned over those that it started from."""
-    if new is None:
-        return start
-    if start is None:
-        raise ValueError(
-            "loss_fn returned LossAux.model_state, but the train state has none; pass "
-            "model_state= to step.init"
-        )
-    if isinstance(start, dict) and isinstance(new, Mapping):
-        new = {**start, **flax.core.unfreeze(dict(new))}
-    given, wanted = jax.tree.structure(new), jax.tree.structure(start)
-    if given != wanted:
-        raise ValueError(
-            f"LossAux.model_state has another structure than the train state's: got {given}, "
-            f"expected {wanted}"
-        )
-
-    def same(new_leaf: Any, old_leaf: Any) -> Any:
-        if jnp.shape(new_leaf) != jnp.shape(old_leaf):
-            raise ValueError(
-                f"LossAux.model_state: a leaf of shape {jnp.shape(old_leaf)} came back with shape "
-                f"{jnp.shape(new_leaf)}"
-            )
-        return jnp.asarray(new_leaf, old_leaf.dtype)
-
-    return jax.tree.map(same, new, start)

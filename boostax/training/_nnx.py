@@ -59,6 +59,31 @@ class NnxModel:
         ]
         return nnx.merge(self.graphdef, params, self._treedef.unflatten(typed), copy=True)
 
+    def fold_keys(self, model_state: Any, data: Any) -> Any:
+        """Return the model state with ``data`` folded into each random key."""
+
+        def fold(raw: Any, impl: str | None) -> Any:
+            if impl is None:
+                return raw
+            keys = jax.random.wrap_key_data(raw, impl=impl)
+            folded = jax.vmap(lambda key: jax.random.fold_in(key, data))(keys.reshape(-1))
+            return jax.random.key_data(folded).reshape(raw.shape)
+
+        leaves = self._treedef.flatten_up_to(model_state)
+        return self._treedef.unflatten(
+            [fold(raw, impl) for raw, impl in zip(leaves, self._key_impls, strict=True)]
+        )
+
+    def with_keys_of(self, source: Any, model_state: Any) -> Any:
+        """Return ``model_state`` with the random keys of ``source``; their counters stay."""
+        pairs = zip(
+            self._treedef.flatten_up_to(source),
+            self._treedef.flatten_up_to(model_state),
+            self._key_impls,
+            strict=True,
+        )
+        return self._treedef.unflatten([new if impl is None else old for old, new, impl in pairs])
+
     def canonical_loss(self, loss_fn: Callable[..., Any], has_aux: bool) -> CanonicalLoss:
         """Bring ``loss_fn(model, batch, *, rng)`` into the form of the gradient seam."""
         declared = declared_keywords(loss_fn)

@@ -16,6 +16,7 @@ from jax.core import Tracer
 
 from boostax.training._compute import Settings, StepFunction
 from boostax.training._dispatch import Position, called_every_window, check_static_facts
+from boostax.training._on_mesh import OnMesh
 from boostax.training._start import (
     check_extra,
     check_state,
@@ -55,6 +56,7 @@ class TrainStep:
         self.tx = optax.with_extra_args_support(tx)
         self.settings = settings
         self._all_metrics_needed = all_metrics_needed
+        self._mesh = None if settings.replicas is None else OnMesh(self.tx, settings)
         self._wrt = wrt
         self._donate = donate
         self._nnx: Any = None
@@ -128,6 +130,8 @@ class TrainStep:
             )
         raw, self._key_impl = (None, None) if rng is None else raw_key(rng)
         params, model_state, raw = strong_copy((params, model_state, raw))
+        if self._mesh is not None:
+            params = self._mesh.placed_params(params)
         opt_state = strong_copy(self.tx.init(params))
         self._check_parts(opt_state)
         if self.settings.freezing is not None:
@@ -135,7 +139,7 @@ class TrainStep:
             self.settings = dataclasses.replace(self.settings, freezing=bound)
         if self._all_metrics_needed and "learning_rate" in self.settings.metrics:
             self._require_learning_rate(opt_state)
-        return TrainState(
+        state = TrainState(
             params=params,
             opt_state=opt_state,
             model_state=model_state,
@@ -144,6 +148,7 @@ class TrainStep:
             skipped=jnp.zeros((), jnp.int32) if self.settings.may_skip else None,
             window=first_window(self.settings.stats, self.settings.window_policy, model_state),
         )
+        return state if self._mesh is None else self._mesh.first_state(state)
 
     def __call__(
         self, state: TrainState, batch: Any, **extra: Any
@@ -151,11 +156,16 @@ class TrainStep:
         check_state(state)
         check_extra(extra)
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, batch, extra))):
-            return self._function()(state, batch, extra, None)
+            return self._mapped(None)(state, self._filled(batch, state), extra)
         position = self._position(state)
         index = self.settings.freezing.index_at(position.windows) if self._on_host else None
+        batch = self._filled(batch, state)
+        if self._mesh is not None:
+            known = self._last is not None and self._last[0]() is state
+            state = state if known else self._mesh.placed_state(state)
+            batch, extra = self._mesh.placed(batch, extra)
         passed = self._without_idle_counter(state, batch)
-        new_state, metrics = self._jitted(index)(passed, batch, extra)
+        new_state, metrics = self._jitted(index, passed)(passed, batch, extra)
         if passed is not state:
             new_state = new_state.replace(skipped=state.skipped)
         self._last = weakref.ref(new_state), position.next(self.settings.window_every)
@@ -192,11 +202,12 @@ class TrainStep:
                 "flush: tx holds no boostax.accumulate, so there is no window to close"
             )
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, extra))):
-            return self._function().flush(state, extra)
+            return self._mapped_flush()(state, extra)
         check_static_facts(self.tx, state.opt_state)
+        if self._mesh is not None:
+            state = self._mesh.placed_state(state)
         if self._flush is None:
-            function = functools.partial(_flush, self._function())
-            self._flush = jax.jit(function, donate_argnums=(0,) if self._donate else ())
+            self._flush = self._jit(self._mapped_flush(), state, results=1)
         return self._flush(state, extra)
 
     def describe(self, state: TrainState, batch: Any, **extra: Any) -> Any:
@@ -220,7 +231,11 @@ class TrainStep:
         self, state: TrainState, batch: Any, *, index: int | None = None, **extra: Any
     ) -> Any:
         """Lower one variant (``index``: a freeze index, or None for the one that switches inside)."""
-        return self._jitted(index).lower(self._without_idle_counter(state, batch), batch, extra)
+        batch = self._filled(batch, state)
+        if self._mesh is not None:
+            batch, _ = self._mesh.placed(batch, {})
+        passed = self._without_idle_counter(state, batch)
+        return self._jitted(index, passed).lower(passed, batch, extra)
 
     def canonical(self) -> CanonicalLoss:
         """Return the loss as ``(params, model_state, batch, rng) -> (loss, LossAux)``."""
@@ -247,6 +262,11 @@ class TrainStep:
         step._nnx, step._key_impl, step._momenta = self._nnx, self._key_impl, self._momenta
         return step
 
+    def abstract_opt_state(self, params: Any) -> Any:
+        """Return the optimizer state's shapes, with a leading axis where devices have their own."""
+        state = jax.eval_shape(self.tx.init, params)
+        return state if self._mesh is None else self._mesh.abstract(state, params)
+
     def _function(self) -> StepFunction:
         return StepFunction(
             self.settings,
@@ -255,13 +275,33 @@ class TrainStep:
             takes_rng="rng" in declared_keywords(self.loss_fn),
             key_impl=self._key_impl,
             momenta=self._momenta,
+            model=self._nnx,
         )
 
-    def _jitted(self, index: int | None) -> Any:
+    def _jitted(self, index: int | None, state: TrainState) -> Any:
         if index not in self._compiled:
-            function = functools.partial(_call, self._function(), index)
-            self._compiled[index] = jax.jit(function, donate_argnums=(0,) if self._donate else ())
+            self._compiled[index] = self._jit(self._mapped(index), state, results=2)
         return self._compiled[index]
+
+    def _jit(self, function: Callable[..., Any], state: TrainState, *, results: int) -> Any:
+        donated = (0,) if self._donate else ()
+        if self._mesh is None:
+            return jax.jit(function, donate_argnums=donated)
+        return self._mesh.jit(function, state, donated, results=results)
+
+    def _mapped(self, index: int | None) -> Callable[..., Any]:
+        """Return ``(state, batch, extra) -> (state, metrics)``, over the mesh if there is one."""
+        function = functools.partial(_call, self._function(), index)
+        return function if self._mesh is None else self._mesh.mapped(function)
+
+    def _mapped_flush(self) -> Callable[..., Any]:
+        function = self._function().flush
+        return function if self._mesh is None else self._mesh.mapped_flush(function)
+
+    def _filled(self, batch: Any, state: TrainState) -> Any:
+        if self._mesh is None:
+            return batch
+        return self._mesh.filled(batch, lambda: self._gives_weight(state, batch))
 
     def _without_idle_counter(self, state: TrainState, batch: Any) -> TrainState:
         """Leave ``skipped`` out of the compiled step where no call can be skipped.
@@ -271,10 +311,13 @@ class TrainStep:
         """
         if state.skipped is None or self.settings.skip_nonfinite:
             return state
+        return state if self._gives_weight(state, batch) else state.replace(skipped=None)
+
+    def _gives_weight(self, state: TrainState, batch: Any) -> bool:
         structure = jax.tree.structure(batch)
         if structure not in self._weighted:
             self._weighted[structure] = self._function().gives_weight(state, batch)
-        return state if self._weighted[structure] else state.replace(skipped=None)
+        return self._weighted[structure]
 
     def _check_parts(self, opt_state: Any) -> None:
         """Hold what the optimizer state has against what was found in ``tx``."""
@@ -325,7 +368,3 @@ class TrainStep:
 
 def _call(function: StepFunction, index: int | None, state: Any, batch: Any, extra: Any) -> Any:
     return function(state, batch, extra, index)
-
-
-def _flush(function: StepFunction, state: Any, extra: Any) -> Any:
-    return function.flush(state, extra)

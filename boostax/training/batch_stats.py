@@ -74,13 +74,13 @@ class Window(NamedTuple):
     spread: tuple[jax.Array, ...]
 
 
-class _Flat(NamedTuple):
+class Flat(NamedTuple):
     leaves: list[Any]
     treedef: Any
     pairs: tuple[tuple[str, int, int], ...]  # (module path, index of mean, index of var)
 
 
-def _flatten(model_state: Any) -> _Flat:
+def flatten_statistics(model_state: Any) -> Flat:
     # Leaves are arrays; whether one is a statistic is told by its collection or its variable.
     is_variable = lambda node: _variable_type(node) is not None
     parts, _ = jax.tree_util.tree_flatten_with_path(model_state, is_leaf=is_variable)
@@ -103,7 +103,7 @@ def _flatten(model_state: Any) -> _Flat:
         and jnp.shape(leaves[names["mean"]]) == jnp.shape(leaves[names["var"]])
         and jnp.issubdtype(jnp.result_type(leaves[names["mean"]]), jnp.floating)
     )
-    return _Flat(leaves, treedef, pairs)
+    return Flat(leaves, treedef, pairs)
 
 
 def _variable_type(node: Any) -> str | None:
@@ -121,12 +121,12 @@ def pair_paths(model_state: Any) -> tuple[str, ...]:
       >>> pair_paths({"batch_stats": {"bn": {"mean": np.zeros(2), "var": np.ones(2)}}})
       ('bn',)
     """
-    return tuple(module for module, _, _ in _flatten(model_state).pairs)
+    return tuple(module for module, _, _ in flatten_statistics(model_state).pairs)
 
 
 def init_window(model_state: Any) -> Window:
     """Return the empty window for a model state (arrays or ``ShapeDtypeStruct``)."""
-    flat = _flatten(model_state)
+    flat = flatten_statistics(model_state)
     zeros = lambda: tuple(
         jnp.zeros(
             jnp.shape(flat.leaves[mean]),
@@ -155,7 +155,7 @@ def add_micro(window: Window, start: Any, new: Any, weight: Any = 1.0, ok: Any =
     Returns:
       The new window.
     """
-    flat = _flatten(start if new is None else new)
+    flat = flatten_statistics(start if new is None else new)
     _check_pairs(window, flat)
     weight = jnp.asarray(weight, jnp.float32)
     used = jnp.asarray(ok) & (weight != 0)
@@ -183,7 +183,7 @@ def thread(start: Any, new: Any, ok: Any = True) -> Any:
     """
     if new is None:
         return start
-    old, flat = _flatten(start), _flatten(new)
+    old, flat = flatten_statistics(start), flatten_statistics(new)
     _check_same(old, flat)
     held = {index for _, mean, var in old.pairs for index in (mean, var)}
     leaves = [
@@ -204,7 +204,7 @@ def close_window(window: Window, start: Any, momenta: tuple[float, ...]) -> Any:
     Returns:
       A model state of the same structure and dtypes.
     """
-    flat = _flatten(start)
+    flat = flatten_statistics(start)
     _check_pairs(window, flat)
     leaves = list(flat.leaves)
     some = window.weight != 0
@@ -358,7 +358,7 @@ def _is_nnx_module(value: Any) -> bool:
     )
 
 
-def _check_pairs(window: Window, flat: _Flat) -> None:
+def _check_pairs(window: Window, flat: Flat) -> None:
     if len(window.mean) != len(flat.pairs):
         raise ValueError(
             f"window: it was made for {len(window.mean)} pairs of statistics, the model state has "
@@ -366,7 +366,7 @@ def _check_pairs(window: Window, flat: _Flat) -> None:
         )
 
 
-def _check_same(old: _Flat, new: _Flat) -> None:
+def _check_same(old: Flat, new: Flat) -> None:
     if old.treedef != new.treedef:
         raise ValueError(
             "LossAux.model_state has another structure than the model state that went in: "

@@ -15,6 +15,12 @@ from boostax._tree import path_string
 
 __all__ = ["Cost", "ParameterFate", "StepDescription", "describe_step", "format_table"]
 
+_COMBINED_BY = {
+    "step": "the step, as their mean, ahead of tx",
+    "window": "the outermost part of tx, as their mean, once a window and for trained leaves only",
+    "tx": "the exchange in tx",
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
@@ -117,9 +123,7 @@ def describe_step(step: Any, state: Any, batch: Any, extra: Mapping[str, Any]) -
         lowered = step.lower(abstract, batch, index=index, **extra)
         variants.append(compiled_cost(name, lowered.compile()))
     plain = plain_step(step)
-    plain_state = abstract.replace(
-        opt_state=jax.eval_shape(plain.tx.init, abstract.params), window=None
-    )
+    plain_state = abstract.replace(opt_state=plain.abstract_opt_state(abstract.params), window=None)
     plain_cost = compiled_cost("plain", plain.lower(plain_state, batch, **extra).compile())
     notes = []
     if freezing is not None and indices == [None]:
@@ -130,6 +134,12 @@ def describe_step(step: Any, state: Any, batch: Any, extra: Mapping[str, Any]) -
     if freezing is not None:
         notes.append("after the end of the freeze schedule nothing is frozen")
     shown = {"microbatch": step.settings.microbatch, "skip_nonfinite": step.settings.skip_nonfinite}
+    replicas = step.settings.replicas
+    if replicas is not None:
+        over = " x ".join(f"{replicas.mesh.shape[axis]} {axis!r}" for axis in replicas.axes)
+        shown["devices"] = f"{replicas.size} ({over})"
+        notes.append("FLOPs, bytes and temp bytes are those of one device")
+        notes.append(f"gradients are combined by {_COMBINED_BY[replicas.exchange]}")
     if step.settings.microbatch > 1 or step.settings.window_policy is not None:
         shown["stats"] = step.settings.stats
     return StepDescription(
@@ -173,6 +183,11 @@ def compiled_cost(name: str, compiled: Any) -> Cost:
 
 def plain_step(step: Any) -> Any:
     """Return the same step without boostax's wrappers: the whole batch, nothing frozen."""
+    tx = optax.with_extra_args_support(_info.plain_of(step.tx))
+    replicas = step.settings.replicas
+    if replicas is not None:
+        exchange = "tx" if _info.exchanged_axes(tx) else "step"
+        replicas = dataclasses.replace(replicas, exchange=exchange)
     settings = dataclasses.replace(
         step.settings,
         metrics=tuple(m for m in step.settings.metrics if m != "freeze_index"),
@@ -180,8 +195,9 @@ def plain_step(step: Any) -> Any:
         microbatch=1,
         window_policy=None,
         window_every=None,
+        replicas=replicas,
     )
-    return step.with_settings(settings, optax.with_extra_args_support(_info.plain_of(step.tx)))
+    return step.with_settings(settings, tx)
 
 
 def order_line(info: _info.TransformInfo) -> str:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 import optax
 
 from boostax import _info
 from boostax.errors import StateMismatchError
 from boostax.training._compute import Settings
+from boostax.training._replicas import Replicas
+from boostax.training._replicas import data_axes as find_data_axes
 from boostax.training._train_step import TrainStep
 from boostax.training.contract import declared_keywords
 from boostax.training.metrics import check_metrics
@@ -33,6 +36,9 @@ def train_step(
     learning_rate: float | Callable[[Any], Any] | None = None,
     wrt: Any = None,
     donate: bool = True,
+    mesh: jax.sharding.Mesh | None = None,
+    data_axes: str | Sequence[str] | None = None,
+    example_weights: str | None = None,
 ) -> TrainStep:
     """Build a compiled train step for a linen, nnx or plain model.
 
@@ -69,6 +75,19 @@ def train_step(
       wrt: nnx filter of the trained leaves. Default None: ``nnx.Param``.
       donate: give the old state's buffers to the new one. Default True: the state passed in
         can't be used again.
+      mesh: a ``jax.sharding.Mesh`` (axes of type Auto or Explicit) to run on, data-parallel. Each
+        batch is split along its first axis over ``data_axes``; scalars in it go to all devices.
+        Parameters lie on all devices, or over other axes of the mesh as they were placed. Gradients,
+        loss and metrics are averaged by weight, batch statistics pooled, decisions taken together,
+        and each device draws from a key of its own. Where ``tx`` holds an exchange
+        (:func:`boostax.adasum`), that combines the gradients, and what of the optimizer state differs
+        between devices has a leading axis of their number. Default None: no mesh.
+      data_axes: the mesh axes that the batch is split over. Default None: those that ``tx`` exchanges
+        over; else the only axis, or the one called ``"data"``.
+      example_weights: path of the leaf of the batch that holds a weight for each example, such as
+        ``"mask"``. A batch that does not divide by the devices is then filled up with copies of its
+        last example that weigh 0. The loss must weigh its examples by it and return
+        ``LossAux(weight=...)``. Default None: such a batch is an error.
 
     Returns:
       A :class:`TrainStep`: ``step.init(...)``, ``step(state, batch)``, ``step.describe(state, batch)``.
@@ -130,6 +149,17 @@ def train_step(
             (i.settings["learning_rate"] for i in _info.walk(tx) if "learning_rate" in i.settings),
             None,
         )
+    replicas = _replicas(tx, mesh, data_axes)
+    if example_weights is not None:
+        if not isinstance(example_weights, str):
+            raise TypeError(
+                f"example_weights must be the path of a leaf of the batch, got {example_weights!r}"
+            )
+        if replicas is None or not has_aux:
+            raise ValueError(
+                "example_weights is for a step with mesh= and has_aux=True, whose loss returns "
+                "LossAux(weight=...)"
+            )
     accumulating = _info.find(tx, "accumulate")
     settings = Settings(
         metrics=names,
@@ -142,6 +172,8 @@ def train_step(
         learning_rate=learning_rate,
         window_policy=None if accumulating is None else accumulating.settings["nonfinite"],
         window_every=_window_length(accumulating),
+        replicas=replicas,
+        example_weights=example_weights,
     )
     return TrainStep(
         loss_fn,
@@ -165,6 +197,22 @@ def _check_freezing(tx: Any, freezing: Any | None) -> Any | None:
             "freeze(...) and to train_step(...)"
         )
     return found.static
+
+
+def _replicas(tx: Any, mesh: Any, wanted: Any) -> Replicas | None:
+    """Return the devices that share the batch, and who combines their gradients."""
+    exchanged = _info.exchanged_axes(tx)
+    if mesh is None:
+        if wanted is not None:
+            raise ValueError(f"data_axes={wanted!r} names axes of a mesh; pass mesh=")
+        return None
+    axes = find_data_axes(mesh, wanted, exchanged)
+    outermost = _info.info_of(tx)
+    if exchanged:
+        exchange = "tx"
+    else:
+        exchange = "window" if outermost is not None and outermost.exchanges else "step"
+    return Replicas(mesh, axes, exchange)
 
 
 def _window_length(accumulating: _info.TransformInfo | None) -> Any:

@@ -22,7 +22,7 @@ def test_export(row):
         # What the user's loop calls: a program of its own for each freeze index.
         carry = step._without_idle_counter(carry, batch)
         for index in range(step.settings.freezing.num_indices):
-            got = _exported(step._jitted(index), carry, batch, {})
+            got = _exported(step._jitted(index, carry), carry, batch, {})
             # A counter of skipped calls that can't move stays outside of these.
             assert len(expected) - 1 <= len(got) <= len(expected)
             assert not set(got) - set(expected)

@@ -217,7 +217,7 @@ class TestCompilation:
         )
         for _ in range(3):
             state, _ = step(state, (X, Y))
-        assert step._jitted(None)._cache_size() == 1
+        assert step._jitted(None, state)._cache_size() == 1
 
     def test_scan_over_steps(self):
         step = boostax.train_step(quadratic, optax.sgd(0.1))

@@ -1,0 +1,1 @@
+"""Exchange between devices, and runs over several processes."""

@@ -1,0 +1,230 @@
+"""Which parts of an optimizer state differ between devices, and their leading axis.
+
+What an exchange inside ``tx`` has not seen yet (the sums of an open window, the moments of an
+optimizer ahead of AdaSum) is each device's own. In a train state such a leaf has a leading axis, one
+entry a device, split over the data axes. JAX's types in ``shard_map`` tell which leaves these are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from boostax import _compat
+from boostax._tree import leaf_paths
+from boostax.errors import StateMismatchError
+from boostax.training._placement import batch_specs
+from boostax.training._replicas import Replicas
+
+
+def differing(
+    tx: optax.GradientTransformationExtraArgs,
+    params: Any,
+    replicas: Replicas,
+    accept: Callable[[dict[str, Any]], dict[str, Any]],
+) -> tuple[bool, ...]:
+    """Say for each leaf of the optimizer state, in tree order, whether it differs between devices.
+
+    Traces ``tx.update`` without running it.
+
+    Args:
+      tx: the whole transformation.
+      params: the parameters, or their shapes.
+      replicas: the devices.
+      accept: leaves out what ``tx`` does not take of the extra arguments of a step.
+
+    Raises:
+      ValueError: the updates differ between devices too, or it can't be told.
+    """
+    shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), params)
+    state = jax.eval_shape(tx.init, shapes)
+    leaves, treedef = jax.tree.flatten(state)
+    marks = [False] * len(leaves)
+    while replicas.exchange != "step":
+        updates, found = _trace(tx, shapes, leaves, treedef, marks, replicas, accept)
+        if found == marks:
+            if updates:
+                raise ValueError(
+                    f"tx: the updates of {', '.join(map(repr, updates[:5]))} would differ between "
+                    f"the devices of {list(replicas.axes)}; the exchange in tx must combine every "
+                    "leaf, over all of these axes (adasum's inner_axis takes the mean over one), "
+                    "and nothing behind it may bring the devices' own values back"
+                )
+            break
+        marks = found
+    return tuple(marks)
+
+
+def _trace(
+    tx: Any,
+    params: Any,
+    leaves: list[Any],
+    treedef: Any,
+    marks: list[bool],
+    replicas: Replicas,
+    accept: Callable[[dict[str, Any]], dict[str, Any]],
+) -> tuple[list[str], list[bool]]:
+    """Return the paths of the updates that vary, and which leaves of the new state do."""
+    told: list[Any] = []
+
+    def varies(value: Any) -> bool:
+        return bool(_compat.varying_axes(value) & set(replicas.axes))
+
+    def own(value: Any) -> Any:
+        return lax.pcast(value, replicas.axes, to="varying")
+
+    def value_fn(at: Any, **_: Any) -> jax.Array:
+        if any(map(varies, jax.tree.leaves(at))):
+            raise ValueError(
+                "tx searches along a line with parameters that differ between devices, and each "
+                "would wait for the others' loss; put the exchange ahead of the line search"
+            )
+        return jnp.float32(0)
+
+    def body(params: Any, leaves: list[Any]) -> jax.Array:
+        grads = jax.tree.map(own, params)
+        state = [own(x) if mark else x for x, mark in zip(leaves, marks, strict=True)]
+        given: dict[str, Any] = {
+            "value": jnp.float32(0),
+            "grad": grads,
+            "grad_fn": lambda at, *_, **__: jax.tree.map(own, at),
+            "value_fn": value_fn,
+            "obj_fn": value_fn,
+            "weight": own(jnp.float32(1)),
+            "finite": jnp.bool_(True),
+            "freeze_index": 0,
+        }
+        if replicas.exchange == "window":
+            given["boostax_exchange"] = replicas.mean
+        updates, new = tx.update(grads, treedef.unflatten(state), params, **accept(given))
+        flat = jax.tree.leaves(updates)
+        paths = leaf_paths(updates)
+        told.append([path for path, u in zip(paths, flat, strict=True) if varies(u)])
+        told.append(
+            [mark or varies(x) for mark, x in zip(marks, treedef.flatten_up_to(new), strict=True)]
+        )
+        return jnp.zeros(())
+
+    mapped = jax.shard_map(
+        body,
+        mesh=replicas.mesh,
+        in_specs=(PartitionSpec(), PartitionSpec()),
+        out_specs=PartitionSpec(),
+        axis_names=set(replicas.axes),
+    )
+    try:
+        jax.eval_shape(mapped, params, leaves)
+    except Exception as error:
+        raise ValueError(
+            "tx exchanges between devices, and what of its state differs between them can't be "
+            f"told, because its update can't be traced in shard_map: {error}"
+        ) from error
+    return told[0], told[1]
+
+
+def change_leaves(state: Any, marks: tuple[bool, ...], change: Callable[[Any], Any]) -> Any:
+    """Apply ``change`` to the leaves that are marked."""
+    leaves, treedef = jax.tree.flatten(state)
+    return treedef.unflatten(
+        [change(x) if mark else x for x, mark in zip(leaves, marks, strict=True)]
+    )
+
+
+def over_mesh(
+    function: Callable[..., Any], replicas: Replicas, marks_of: Callable[[Any], tuple[bool, ...]]
+) -> Callable[..., Any]:
+    """Let ``function(state, batch, extra) -> (state, metrics)`` run on each device's part.
+
+    Args:
+      function: what a device does; the leaves that are its own have no leading axis in it.
+      replicas: the devices.
+      marks_of: tells from the parameters which leaves of the optimizer state these are.
+    """
+
+    def mapped(state: Any, batch: Any, extra: Any) -> tuple[Any, Any]:
+        marks = marks_of(state.params)
+        check_leading(state.opt_state, marks, replicas.size)
+        specs = _state_specs(state, marks, replicas)
+
+        def body(state: Any, batch: Any, extra: Any) -> tuple[Any, Any]:
+            state, metrics = function(_own(state, marks), batch, extra)
+            return _stacked(state, marks), metrics
+
+        parts = batch_specs(batch, replicas)
+        run = _shard_map(body, replicas, (specs, parts, PartitionSpec()), (specs, PartitionSpec()))
+        return run(state, batch, extra)
+
+    return mapped
+
+
+def flush_over_mesh(
+    function: Callable[..., Any], replicas: Replicas, marks_of: Callable[[Any], tuple[bool, ...]]
+) -> Callable[..., Any]:
+    """Let ``function(state, extra) -> state`` run on each device; see :func:`over_mesh`."""
+
+    def mapped(state: Any, extra: Any) -> Any:
+        marks = marks_of(state.params)
+        check_leading(state.opt_state, marks, replicas.size)
+        specs = _state_specs(state, marks, replicas)
+
+        def body(state: Any, extra: Any) -> Any:
+            return _stacked(function(_own(state, marks), extra), marks)
+
+        return _shard_map(body, replicas, (specs, PartitionSpec()), specs)(state, extra)
+
+    return mapped
+
+
+def _shard_map(body: Callable[..., Any], replicas: Replicas, in_specs: Any, out_specs: Any) -> Any:
+    # Without the check of what varies: a loss may scan over a carry that starts from zeros.
+    return jax.shard_map(
+        body,
+        mesh=replicas.mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=set(replicas.axes),
+        check_vma=False,
+    )
+
+
+def _state_specs(state: Any, marks: tuple[bool, ...], replicas: Replicas) -> Any:
+    whole = jax.tree.map(lambda _: PartitionSpec(), state)
+    own = change_leaves(whole.opt_state, marks, lambda _: PartitionSpec(replicas.axes))
+    return whole.replace(opt_state=own)
+
+
+def _own(state: Any, marks: tuple[bool, ...]) -> Any:
+    return state.replace(opt_state=change_leaves(state.opt_state, marks, lambda leaf: leaf[0]))
+
+
+def _stacked(state: Any, marks: tuple[bool, ...]) -> Any:
+    return state.replace(opt_state=change_leaves(state.opt_state, marks, lambda leaf: leaf[None]))
+
+
+def check_leading(opt_state: Any, marks: tuple[bool, ...], size: int) -> None:
+    """Raise where a state was made for another number of devices.
+
+    Raises:
+      StateMismatchError: a leaf that is each device's own has not one entry a device.
+    """
+    leaves = jax.tree.leaves(opt_state)
+    if len(leaves) != len(marks):
+        raise StateMismatchError(
+            f"state: its optimizer state has {len(leaves)} arrays, tx makes {len(marks)}; make it "
+            "with step.init, or restore it with that as the target"
+        )
+    for path, leaf, mark in zip(leaf_paths(opt_state), leaves, marks, strict=True):
+        if mark and (np.ndim(leaf) == 0 or np.shape(leaf)[0] != size):
+            entries = np.shape(leaf)[0] if np.ndim(leaf) else "no"
+            raise StateMismatchError(
+                f"state: {path!r} of the optimizer state is each device's own and has {entries} "
+                f"entries, but the batch is split over {size} devices; go on with as many devices "
+                "as it was made for, or start with step.init"
+            )

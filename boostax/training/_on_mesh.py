@@ -1,0 +1,125 @@
+"""A train step's part for a mesh: where states and batches lie, and what maps over the devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+from boostax.training._arguments import accepted
+from boostax.training._compute import Settings
+from boostax.training._layout import (
+    change_leaves,
+    check_leading,
+    differing,
+    flush_over_mesh,
+    over_mesh,
+)
+from boostax.training._placement import (
+    check_unsplit,
+    filled_batch,
+    place,
+    place_batch,
+    place_spread,
+    sharding_on,
+    spread,
+)
+from boostax.training._replicas import Replicas
+from boostax.training.state import TrainState
+
+
+class OnMesh:
+    """What a train step does with its mesh."""
+
+    def __init__(self, tx: optax.GradientTransformationExtraArgs, settings: Settings):
+        assert settings.replicas is not None
+        self.replicas: Replicas = settings.replicas
+        self._tx = tx
+        self._settings = settings
+        self._differing: dict[Any, tuple[bool, ...]] = {}
+
+    def marks(self, params: Any) -> tuple[bool, ...]:
+        """Say for each leaf of the optimizer state whether it differs between devices."""
+        structure = jax.tree.structure(params)
+        if structure not in self._differing:
+            self._differing[structure] = differing(
+                self._tx, params, self.replicas, lambda given: accepted(self._tx, given)
+            )
+        return self._differing[structure]
+
+    def placed_params(self, params: Any) -> Any:
+        """Put parameters on the mesh; those that lie on it stay where they are."""
+        params = place(params, self.replicas)
+        if self.replicas.exchange == "tx":
+            check_unsplit(params, self.replicas)
+        return params
+
+    def first_state(self, state: TrainState) -> TrainState:
+        """Put a new state on the mesh, and give the devices what is their own."""
+        state = place(state, self.replicas)
+        own = lambda leaf: spread(leaf, self.replicas)
+        return state.replace(
+            opt_state=change_leaves(state.opt_state, self.marks(state.params), own)
+        )
+
+    def placed_state(self, state: TrainState) -> TrainState:
+        """Put a state on the mesh that may come from a checkpoint.
+
+        Raises:
+          StateMismatchError: it was made for another number of devices.
+        """
+        marks = self.marks(state.params)
+        check_leading(state.opt_state, marks, self.replicas.size)
+        own = lambda leaf: place_spread(leaf, self.replicas)
+        opt_state = change_leaves(state.opt_state, marks, own)
+        return place(state.replace(opt_state=opt_state), self.replicas)
+
+    def placed(self, batch: Any, extra: Any) -> tuple[Any, Any]:
+        """Put a batch and extra arguments on the mesh."""
+        return place_batch(batch, self.replicas), place(extra, self.replicas)
+
+    def filled(self, batch: Any, gives_weight: Callable[[], bool]) -> Any:
+        """Fill a batch up that the devices can't share evenly, where that is allowed.
+
+        Raises:
+          ValueError: it is not allowed, or the loss gives no weight.
+        """
+        settings = self._settings
+        filled = filled_batch(batch, self.replicas, settings.example_weights, settings.microbatch)
+        if filled is not batch and not gives_weight():
+            raise ValueError(
+                "example_weights: the batch was filled up with examples of weight 0, but loss_fn "
+                "returns no LossAux.weight, so that they would count; return the sum of the weights"
+            )
+        return filled
+
+    def abstract(self, opt_state: Any, params: Any) -> Any:
+        """Return the shapes of an optimizer state, with the leading axes that it has here."""
+        own = lambda x: jax.ShapeDtypeStruct((self.replicas.size, *x.shape), x.dtype)
+        return change_leaves(opt_state, self.marks(params), own)
+
+    def mapped(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``(state, batch, extra) -> (state, metrics)`` over all devices."""
+        return over_mesh(function, self.replicas, self.marks)
+
+    def mapped_flush(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``(state, extra) -> state`` over all devices."""
+        return flush_over_mesh(function, self.replicas, self.marks)
+
+    def jit(
+        self,
+        function: Callable[..., Any],
+        state: TrainState,
+        donated: tuple[int, ...],
+        *,
+        results: int,
+    ) -> Any:
+        """Compile a function whose first result is a state that lies as ``state`` does."""
+        shardings = jax.tree.map(lambda leaf: sharding_on(leaf, self.replicas), state)
+        return jax.jit(
+            function,
+            donate_argnums=donated,
+            out_shardings=shardings if results == 1 else (shardings, None),
+        )
