@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from boostax.updates.accumulate import accumulate as accumulate
     from boostax.updates.accumulate import flush as flush
     from boostax.updates.accumulate import has_updated as has_updated
+    from boostax.updates.adasum import adasum as adasum
+    from boostax.updates.adasum import adasum_pair as adasum_pair
     from boostax.updates.centralize import centralize as centralize
     from boostax.updates.centralize import centralized_axes as centralized_axes
     from boostax.updates.freeze import FreezeState as FreezeState
@@ -49,6 +51,8 @@ _HOME = {
     "Freezing": "updates.freeze",
     "FreezeState": "updates.freeze",
     "freeze": "updates.freeze",
+    "adasum": "updates.adasum",
+    "adasum_pair": "updates.adasum",
     "centralize": "updates.centralize",
     "centralized_axes": "updates.centralize",
     "LossAux": "training.contract",

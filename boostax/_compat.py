@@ -11,10 +11,13 @@ from jax import lax
 from jax.core import Tracer
 
 __all__ = [
+    "all_gather",
     "as_carry",
     "cond",
     "inner_jaxprs",
+    "like",
     "open_jaxpr",
+    "tracks_varying",
     "varying_axes",
     "zeros_like",
     "zeros_of",
@@ -44,6 +47,12 @@ def zeros_like(value: Any) -> jax.Array:
     return jnp.zeros_like(value)
 
 
+def like(value: Any, other: Any) -> Any:
+    """Return ``value``, varying over the mesh axes in ``shard_map`` that ``other`` varies over."""
+    missing = varying_axes(other) - varying_axes(value)
+    return lax.pcast(value, tuple(sorted(missing)), to="varying") if missing else value
+
+
 def cond(pred: Any, on_true: Callable[[], Any], on_false: Callable[[], Any]) -> Any:
     """``lax.cond`` without operands, for known predicates and for ``shard_map``.
 
@@ -60,14 +69,9 @@ def cond(pred: Any, on_true: Callable[[], Any], on_false: Callable[[], Any]) -> 
 
 def _joined(branch: Callable[[], Any], other: Callable[[], Any]) -> Callable[[], Any]:
     def joined() -> Any:
-        return jax.tree.map(_varying_as, branch(), jax.eval_shape(other))
+        return jax.tree.map(like, branch(), jax.eval_shape(other))
 
     return joined
-
-
-def _varying_as(value: Any, like: Any) -> Any:
-    missing = varying_axes(like) - varying_axes(value)
-    return lax.pcast(value, tuple(sorted(missing)), to="varying") if missing else value
 
 
 def zeros_of(struct: jax.ShapeDtypeStruct) -> jax.Array:
@@ -85,7 +89,7 @@ def as_carry(body: Callable[[Any], Any], carry: Any) -> Any:
     """
     while in_manual_region():
         out = jax.eval_shape(body, carry)
-        joined = jax.tree.map(_varying_as, carry, out)
+        joined = jax.tree.map(like, carry, out)
         if all(
             varying_axes(a) == varying_axes(b)
             for a, b in zip(jax.tree.leaves(joined), jax.tree.leaves(carry), strict=True)
@@ -113,3 +117,15 @@ def inner_jaxprs(eqn: Any) -> dict[str, list[Any]]:
         if jaxprs:
             found[name] = jaxprs
     return found
+
+
+def tracks_varying(axis_name: str) -> bool:
+    """Say whether types tell what varies over this bound axis (``shard_map`` with its checks)."""
+    return axis_name in varying_axes(lax.axis_index(axis_name))
+
+
+def all_gather(value: jax.Array, axis_name: str) -> jax.Array:
+    """Gather along a new first axis; where types tell, the result is the same on all devices."""
+    if tracks_varying(axis_name):
+        return lax.all_gather(value, axis_name, to="invarying")
+    return lax.all_gather(value, axis_name)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
+from boostax import _compat
 from boostax._tree import map_params_like
 from boostax.updates._surroundings import within
 
@@ -58,7 +58,7 @@ def run_trainable(
         )
     new_updates = treedef.unflatten(
         [
-            new if on else jnp.zeros_like(old, dtype=like.dtype)
+            new if on else _compat.zeros_like(old).astype(like.dtype)
             for new, old, like, on in zip(
                 treedef.flatten_up_to(cut_updates),
                 treedef.flatten_up_to(updates),

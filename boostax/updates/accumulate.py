@@ -20,7 +20,8 @@ import numpy as np
 import optax
 
 from boostax import _compat
-from boostax._info import TransformInfo, with_info
+from boostax._info import TransformInfo, exchanged_axes, with_info
+from boostax.parallel.reduce import any_device
 from boostax.updates._accumulate_checks import (
     averaged_values,
     check_choice,
@@ -85,6 +86,9 @@ def accumulate(
     - ``finite``: bool scalar, a decision on this micro-batch taken elsewhere (for all devices
       together, say); it replaces the check of the gradients and sums. Default: they are checked.
 
+    Around an exchange between devices (:func:`boostax.adasum`) all devices leave a micro-batch out
+    that is bad on one of them, and drop a window that has no weight on any.
+
     Args:
       inner: the transformation that runs once a window. It sees gradients, and parameters, in
         ``accumulator_dtype``; the emitted updates have the incoming gradients' dtypes.
@@ -146,6 +150,9 @@ def accumulate(
     templates = extra_templates(average_extra)
     takes_weight = takes(inner.update, "weight")
     single = not callable(every) and every == 1
+    # If the devices disagreed on a window's end, some would wait for ever for the others.
+    axes = exchanged_axes(inner)
+    anywhere = lambda flag: any_device(flag, axes) if axes else flag
     fixed_size = 0 if callable(every) else int(every or 0)
 
     def init(params: Any) -> Any:
@@ -217,9 +224,10 @@ def accumulate(
                 if weight is not None:
                     total = weight if single else state.weight + weight
                     bad = (weight != 0) & (bad | ~jnp.isfinite(total) | (weight < 0))
+                bad = anywhere(bad)
             if should_skip_update_fn is not None:
                 left_out, skip_state = should_skip_update_fn(updates, state.updates, params)
-                left_out = jnp.asarray(left_out, jnp.bool_)
+                left_out = anywhere(jnp.asarray(left_out, jnp.bool_))
         used: Any = not boostax_flush
         counted: Any = not boostax_flush
         if bad is not False or left_out is not False:
@@ -243,7 +251,8 @@ def accumulate(
         spoiled = None
         viable: Any = True
         if weight is not None or boostax_flush:
-            viable = (total_weight > 0) & jnp.isfinite(total_weight)
+            common = jax.lax.psum(total_weight, axes) if axes else total_weight
+            viable = (common > 0) & jnp.isfinite(common)
         if nonfinite == "skip_window":
             spoiled = bad if single else state.spoiled | bad
             viable = viable & ~spoiled
@@ -279,6 +288,13 @@ def accumulate(
         def close() -> Any:
             passed = dict(averaged if single else new_extra)
             seen = [s if ok else g for s, g, ok in zip(new_sums, grads, has_sum, strict=True)]
+            if axes and not single and (weight is not None or boostax_flush):
+                # Others gathered something; this device may have nothing but what it had before.
+                some = total_weight > 0
+                seen = [
+                    jnp.where(some, s, jnp.zeros_like(s)) if ok else s
+                    for s, ok in zip(seen, has_sum, strict=True)
+                ]
             if weight is not None or (boostax_flush and takes_weight):
                 passed["weight"] = total_weight
             out, inner_state = inner.update(

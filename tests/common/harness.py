@@ -108,8 +108,27 @@ class Row:
 
     def make(self, learning_rate: Any = LEARNING_RATE) -> optax.GradientTransformationExtraArgs:
         """Return the row's transformation."""
+        return optax.with_extra_args_support(self.build(learning_rate))
+
+    def build(self, learning_rate: Any) -> optax.GradientTransformation:
+        """Return the row's transformation; one that talks to devices runs on simulated ones."""
         assert self.transform is not None, f"{self.name} has no transformation"
-        return optax.with_extra_args_support(self.transform(learning_rate))
+        tx = self.transform(learning_rate)
+        return on_lanes(tx) if self.talks_to_devices else tx
+
+
+LANES = 3
+
+
+def on_lanes(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Run an update on ``LANES`` simulated devices of the axis "data" that all get the same."""
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        run = lambda grads: tx.update(grads, state, params, **extra)
+        copies = jax.tree.map(lambda g: jnp.stack([g] * LANES), grads)
+        return jax.tree.map(lambda x: x[0], jax.vmap(run, axis_name="data")(copies))
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
 def for_rows(check: str, rows: Sequence[Row]) -> pytest.MarkDecorator:

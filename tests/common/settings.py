@@ -39,6 +39,12 @@ def _accumulate(policy: str):
     )
 
 
+def _adasum(algorithm: str):
+    return lambda learning_rate: optax.chain(
+        boostax.adasum("data", algorithm=algorithm), optax.sgd(learning_rate, 0.9)
+    )
+
+
 # A schedule of six windows is two cycles of three; in steps 7 and 8 nothing is frozen any more.
 _SCHEDULE = (0, 1, 2, 0, 1, 2)
 _FROM_SCHEDULE = boostax.freeze_schedule("continuous", 3, full_fraction=0.34, total_steps=6)
@@ -114,6 +120,20 @@ ROWS: tuple[Row, ...] = (
             optax.adam(learning_rate, b2=0.9, eps=1e-2),
             boostax.centralize(),
         ),
+    ),
+    *(
+        Row(
+            name=f"adasum_{algorithm}",
+            covers=("adasum",),
+            seam="update",
+            cycle=2,
+            talks_to_devices=True,
+            transform=_adasum(algorithm),
+            does_not_apply={
+                "sharding": "it exchanges in manual regions, where each device holds whole leaves"
+            },
+        )
+        for algorithm in ("halving", "gather")
     ),
     Row(
         name="accumulate_freeze_centralize_adam",
@@ -220,6 +240,7 @@ NOT_TECHNIQUES: dict[str, str] = {
     "BoostConfig": "the settings that AutoBoost is built from",
     "load_config": "reads the settings that AutoBoost is built from",
     "forward_order": "names layers for parameter_groups; changes nothing in training",
+    "adasum_pair": "the arithmetic of adasum for two trees on one device",
     "centralized_axes": "says which leaves centralize touches; changes nothing in training",
     "AccumulateState": "the state of accumulate",
     "has_updated": "reads the state of accumulate",

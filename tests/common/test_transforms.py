@@ -59,7 +59,7 @@ def test_multi_transform(row):
 @for_rows("inject_hyperparams", ROWS)
 def test_inject_hyperparams(row):
     params, grads, alone = harness.driven(row)
-    tx = optax.inject_hyperparams(row.transform)(learning_rate=harness.LEARNING_RATE)
+    tx = optax.inject_hyperparams(row.build)(learning_rate=harness.LEARNING_RATE)
 
     def halve(state, t):
         if t != row.cycle:
@@ -76,7 +76,7 @@ def test_inject_hyperparams(row):
 @for_rows("extra_args", ROWS)
 def test_unknown_extra_args(row):
     params, grads, alone = harness.driven(row)
-    tx = row.transform(harness.LEARNING_RATE)
+    tx = row.build(harness.LEARNING_RATE)
     assert isinstance(tx, optax.GradientTransformationExtraArgs)
     got = harness.drive(
         tx, params, grads, **row.extra, nobody_knows_this=jnp.ones((2,)), nor_this={"a": None}
