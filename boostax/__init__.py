@@ -27,12 +27,16 @@ if TYPE_CHECKING:
     from boostax.updates.accumulate import has_updated as has_updated
     from boostax.updates.adasum import adasum as adasum
     from boostax.updates.adasum import adasum_pair as adasum_pair
+    from boostax.updates.all_reduce import all_reduce as all_reduce
     from boostax.updates.centralize import centralize as centralize
     from boostax.updates.centralize import centralized_axes as centralized_axes
     from boostax.updates.freeze import FreezeState as FreezeState
     from boostax.updates.freeze import Freezing as Freezing
     from boostax.updates.freeze import freeze as freeze
     from boostax.updates.freeze_schedule import freeze_schedule as freeze_schedule
+    from boostax.updates.local_steps import LocalStepsState as LocalStepsState
+    from boostax.updates.local_steps import local_params as local_params
+    from boostax.updates.local_steps import local_steps as local_steps
     from boostax.updates.parameter_groups import parameter_groups as parameter_groups
 
 # Name -> module. Front door, model seam, gradient seam, update seam, training, errors.
@@ -51,8 +55,12 @@ _HOME = {
     "Freezing": "updates.freeze",
     "FreezeState": "updates.freeze",
     "freeze": "updates.freeze",
+    "all_reduce": "updates.all_reduce",
     "adasum": "updates.adasum",
     "adasum_pair": "updates.adasum",
+    "local_steps": "updates.local_steps",
+    "local_params": "updates.local_steps",
+    "LocalStepsState": "updates.local_steps",
     "centralize": "updates.centralize",
     "centralized_axes": "updates.centralize",
     "LossAux": "training.contract",

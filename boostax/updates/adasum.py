@@ -26,6 +26,7 @@ from boostax import _compat
 from boostax._info import TransformInfo, with_info
 from boostax._tree import leaf_paths
 from boostax.errors import did_you_mean
+from boostax.parallel._axes import axis_size, check_axis, check_varying
 from boostax.parallel._layout import Buckets, Cut, pack, unpack
 from boostax.parallel._pairs import Sums, combine, compute_dtype, sums_of
 from boostax.parallel.exchange import ALGORITHMS
@@ -139,10 +140,10 @@ def adasum(
       beat the mean on small tasks. On one device it does nothing.
     """
     settings = Exchanging(
-        axis_name=_axis("axis_name", axis_name),
+        axis_name=check_axis("adasum", "axis_name", axis_name),
         granularity=_choice("granularity", granularity, _GRANULARITIES),
         algorithm=_choice("algorithm", algorithm, tuple(ALGORITHMS)),
-        inner_axis=None if inner_axis is None else _axis("inner_axis", inner_axis),
+        inner_axis=None if inner_axis is None else check_axis("adasum", "inner_axis", inner_axis),
         buckets=Buckets(_points(buckets), _order(order)),
     )
     if inner_axis == axis_name:
@@ -176,13 +177,13 @@ def adasum(
         sent = [i for i, leaf in enumerate(leaves) if _travels(leaf)]
         paths = [leaf_paths(updates)[i] for i in sent]
         for name in (settings.inner_axis, settings.axis_name):
-            if name is not None and _size(name) > 1:
-                _check_varying(paths, [leaves[i] for i in sent], name)
+            if name is not None and axis_size("adasum", name) > 1:
+                check_varying("adasum", paths, [leaves[i] for i in sent], name)
         if settings.inner_axis is not None:
             for i in sent:
                 wide = leaves[i].astype(compute_dtype(leaves[i].dtype))
                 leaves[i] = lax.pmean(wide, settings.inner_axis).astype(leaves[i].dtype)
-        size = _size(settings.axis_name)
+        size = axis_size("adasum", settings.axis_name)
         if size == 1 and _compat.tracks_varying(settings.axis_name):
             # Nothing is added; the type now says that all devices, the one, have the same.
             for i in sent:
@@ -289,39 +290,6 @@ def _exchanged(
 
 def _travels(leaf: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) and math.prod(jnp.shape(leaf)) > 0
-
-
-def _size(axis_name: str) -> int:
-    try:
-        return int(lax.axis_size(axis_name))
-    except NameError as error:
-        raise NameError(
-            f"adasum: the axis {axis_name!r} is not bound here. Run the update inside "
-            f"jax.shard_map over a mesh with an axis {axis_name!r}, or inside jax.pmap or jax.vmap "
-            f"with axis_name={axis_name!r}"
-        ) from error
-
-
-def _check_varying(paths: list[str], leaves: list[Any], axis_name: str) -> None:
-    if not _compat.tracks_varying(axis_name):
-        return
-    values = zip(paths, leaves, strict=True)
-    same = [path for path, leaf in values if axis_name not in _compat.varying_axes(leaf)]
-    if same:
-        raise ValueError(
-            f"adasum: {', '.join(map(repr, same))} {'is' if len(same) == 1 else 'are'} the same on "
-            f"all devices of the axis {axis_name!r}: shard_map has summed the gradient already. "
-            f"Take it at jax.lax.pcast(params, {axis_name!r}, to='varying'); if the value is meant "
-            "to be the same, leave it out or pcast it"
-        )
-
-
-def _axis(argument: str, name: Any) -> str:
-    if not isinstance(name, str):
-        raise TypeError(f"adasum: {argument} must be the name of one axis, a str; got {name!r}")
-    if not name:
-        raise ValueError(f"adasum: {argument} is empty; give the name of an axis")
-    return name
 
 
 def _choice(argument: str, value: Any, known: tuple[str, ...]) -> str:

@@ -45,6 +45,17 @@ def _adasum(algorithm: str):
     )
 
 
+def _local_steps(learning_rate):
+    return boostax.local_steps(
+        optax.sgd(learning_rate, 0.9),
+        2,
+        boostax.all_reduce("data"),
+        outer=optax.sgd(0.7, 0.9, nesterov=True),
+    )
+
+
+_MANUAL = {"sharding": "it exchanges in manual regions, where each device holds whole leaves"}
+
 # A schedule of six windows is two cycles of three; in steps 7 and 8 nothing is frozen any more.
 _SCHEDULE = (0, 1, 2, 0, 1, 2)
 _FROM_SCHEDULE = boostax.freeze_schedule("continuous", 3, full_fraction=0.34, total_steps=6)
@@ -129,11 +140,35 @@ ROWS: tuple[Row, ...] = (
             cycle=2,
             talks_to_devices=True,
             transform=_adasum(algorithm),
-            does_not_apply={
-                "sharding": "it exchanges in manual regions, where each device holds whole leaves"
-            },
+            does_not_apply=_MANUAL,
         )
         for algorithm in ("halving", "gather")
+    ),
+    Row(
+        name="all_reduce",
+        covers=("all_reduce",),
+        seam="update",
+        cycle=2,
+        talks_to_devices=True,
+        transform=lambda learning_rate: optax.chain(
+            boostax.all_reduce("data"), optax.sgd(learning_rate, 0.9)
+        ),
+        does_not_apply=_MANUAL,
+    ),
+    Row(
+        name="local_steps",
+        covers=("local_steps",),
+        seam="update",
+        cycle=2,
+        talks_to_devices=True,
+        transform=_local_steps,
+        does_not_apply={
+            **_MANUAL,
+            **dict.fromkeys(
+                ("devices", "shard_map"),
+                "the offsets differ between devices; tests/updates/test_local_steps.py does this",
+            ),
+        },
     ),
     Row(
         name="accumulate_freeze_centralize_adam",
@@ -240,6 +275,8 @@ NOT_TECHNIQUES: dict[str, str] = {
     "BoostConfig": "the settings that AutoBoost is built from",
     "load_config": "reads the settings that AutoBoost is built from",
     "forward_order": "names layers for parameter_groups; changes nothing in training",
+    "local_params": "reads the state of local_steps",
+    "LocalStepsState": "the state of local_steps",
     "adasum_pair": "the arithmetic of adasum for two trees on one device",
     "centralized_axes": "says which leaves centralize touches; changes nothing in training",
     "AccumulateState": "the state of accumulate",
