@@ -82,10 +82,10 @@ def all_reduce(
     ) -> tuple[Any, Any]:
         del params, extra_args
         named = zip(leaf_paths(updates), jax.tree.leaves(updates), strict=True)
-        sent = [(path, leaf) for path, leaf in named if _travels(leaf)]
+        sent = {path: leaf for path, leaf in named if _travels(leaf)}
         for axis in axes:
             if axis_size("all_reduce", axis) > 1:
-                check_varying("all_reduce", *([x[i] for x in sent] for i in (0, 1)), axis)
+                check_varying("all_reduce", list(sent), list(sent.values()), axis)
         return combine(updates, weight), state
 
     def fates(params: Any) -> dict[str, str]:
