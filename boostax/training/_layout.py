@@ -20,8 +20,13 @@ from jax.sharding import PartitionSpec
 from boostax import _compat
 from boostax._tree import leaf_paths
 from boostax.errors import StateMismatchError
+from boostax.training._arguments import declaring
 from boostax.training._placement import batch_specs
 from boostax.training._replicas import Replicas
+
+
+class _SearchError(ValueError):
+    """A line search whose parameters differ between devices."""
 
 
 def differing(
@@ -82,7 +87,7 @@ def _trace(
 
     def value_fn(at: Any, **_: Any) -> jax.Array:
         if any(map(varies, jax.tree.leaves(at))):
-            raise ValueError(
+            raise _SearchError(
                 "tx searches along a line with parameters that differ between devices, and each "
                 "would wait for the others' loss; put the exchange ahead of the line search"
             )
@@ -103,10 +108,14 @@ def _trace(
         }
         if replicas.exchange == "window":
             given["boostax_exchange"] = replicas.mean
-        updates, new = tx.update(grads, treedef.unflatten(state), params, **accept(given))
+        given = accept(given)
+        for name in ("value_fn", "obj_fn"):
+            if name in given:
+                given[name] = declaring(value_fn, given)
+        updates, new = tx.update(grads, treedef.unflatten(state), params, **given)
         flat = jax.tree.leaves(updates)
         paths = leaf_paths(updates)
-        told.append([path for path, u in zip(paths, flat, strict=True) if varies(u)])
+        told.append([path or "params" for path, u in zip(paths, flat, strict=True) if varies(u)])
         told.append(
             [mark or varies(x) for mark, x in zip(marks, treedef.flatten_up_to(new), strict=True)]
         )
@@ -121,10 +130,14 @@ def _trace(
     )
     try:
         jax.eval_shape(mapped, params, leaves)
+    except _SearchError:
+        raise
     except Exception as error:
         raise ValueError(
             "tx exchanges between devices, and what of its state differs between them can't be "
-            f"told, because its update can't be traced in shard_map: {error}"
+            "told, because its update can't be traced in shard_map (around an exchange use "
+            "boostax.accumulate for optax.MultiSteps, and train_step(skip_nonfinite=True) for "
+            f"optax.apply_if_finite): {error}"
         ) from error
     return told[0], told[1]
 

@@ -208,10 +208,14 @@ def _replicas(tx: Any, mesh: Any, wanted: Any) -> Replicas | None:
         return None
     axes = find_data_axes(mesh, wanted, exchanged)
     outermost = _info.info_of(tx)
+    # A part that refuses arguments it does not know would refuse the exchange too.
+    refuses = any(info.keywords is not None for info in _info.walk(tx))
     if exchanged:
         exchange = "tx"
+    elif outermost is not None and outermost is _info.find(tx, "accumulate") and not refuses:
+        exchange = "window"
     else:
-        exchange = "window" if outermost is not None and outermost.exchanges else "step"
+        exchange = "step"
     return Replicas(mesh, axes, exchange)
 
 

@@ -78,6 +78,17 @@ def run_trainable(
     return new_updates, merged_state
 
 
+def exchanging(
+    tx: optax.GradientTransformationExtraArgs, exchange: Callable[[Any], Any]
+) -> optax.GradientTransformationExtraArgs:
+    """Return ``tx`` behind ``exchange``, which combines the gradients over devices."""
+
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+        return tx.update(exchange(updates), state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
 def _is_masked(part: Any) -> bool:
     return isinstance(part, optax.MaskedNode)
 

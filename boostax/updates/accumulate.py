@@ -11,6 +11,7 @@ finite wherever the gradients are.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -20,8 +21,8 @@ import numpy as np
 import optax
 
 from boostax import _compat
-from boostax._info import TransformInfo, exchanged_axes, with_info
-from boostax.parallel.reduce import any_device
+from boostax._info import TransformInfo, exchanged_axes, info_of, with_info
+from boostax.parallel.reduce import Reduce, any_device
 from boostax.updates._accumulate_checks import (
     averaged_values,
     check_choice,
@@ -151,8 +152,10 @@ def accumulate(
     takes_weight = takes(inner.update, "weight")
     single = not callable(every) and every == 1
     # If the devices disagreed on a window's end, some would wait for ever for the others.
-    axes = exchanged_axes(inner)
-    anywhere = lambda flag: any_device(flag, axes) if axes else flag
+    inner_axes = exchanged_axes(inner)
+    # A train step may ask for the mean over devices. What exchanges less than all leaves goes first.
+    described = info_of(inner)
+    hands_on = described is not None and described.exchanges
     fixed_size = 0 if callable(every) else int(every or 0)
 
     def init(params: Any) -> Any:
@@ -183,9 +186,12 @@ def accumulate(
         weight: Any = None,
         finite: Any = None,
         boostax_flush: bool = False,
+        boostax_exchange: Reduce | None = None,
         **extra: Any,
     ) -> tuple[Any, Any]:
         check_window_size(state, fixed_size)
+        axes = inner_axes if boostax_exchange is None else boostax_exchange.axes
+        anywhere = lambda flag: any_device(flag, axes) if axes else flag
         grads, treedef = jax.tree.flatten(updates)
         if boostax_flush and single:
             return jax.tree.map(zero_update, updates), state
@@ -287,6 +293,8 @@ def accumulate(
 
         def close() -> Any:
             passed = dict(averaged if single else new_extra)
+            if axes:
+                passed = Reduce(axes)(passed, total_weight)
             seen = [s if ok else g for s, g, ok in zip(new_sums, grads, has_sum, strict=True)]
             if axes and not single and (weight is not None or boostax_flush):
                 # Others gathered something; this device may have nothing but what it had before.
@@ -295,10 +303,19 @@ def accumulate(
                     jnp.where(some, s, jnp.zeros_like(s)) if ok else s
                     for s, ok in zip(seen, has_sum, strict=True)
                 ]
+            seen = treedef.unflatten(seen)
+            given_weight = total_weight
+            if boostax_exchange is not None:
+                given_weight = jax.lax.psum(total_weight, axes)
+                exchange = boostax_exchange if mean else Reduce(axes, "sum")
+                if hands_on:
+                    passed["boostax_exchange"] = functools.partial(exchange, weight=total_weight)
+                else:
+                    seen = exchange(seen, total_weight)
             if weight is not None or (boostax_flush and takes_weight):
-                passed["weight"] = total_weight
+                passed["weight"] = given_weight
             out, inner_state = inner.update(
-                treedef.unflatten(seen),
+                seen,
                 state.inner_state,
                 None if params is None else in_dtype(params, dtype),
                 **{**extra, **passed},
@@ -351,5 +368,6 @@ def accumulate(
             settings,
             inner=inner,
             check=lambda state: check_window_size(state, fixed_size),
+            exchanges=True,
         ),
     )

@@ -30,6 +30,7 @@ from boostax.parallel._axes import axis_size, check_axis, check_varying
 from boostax.parallel._layout import Buckets, Cut, pack, unpack
 from boostax.parallel._pairs import Sums, combine, compute_dtype, sums_of
 from boostax.parallel.exchange import ALGORITHMS
+from boostax.parallel.reduce import Reduce
 
 __all__ = ["Exchanging", "adasum", "adasum_pair"]
 
@@ -95,6 +96,9 @@ def adasum(
 
         params = jax.lax.pcast(params, axis_name, to="varying")
 
+    ``update`` takes ``weight``, a scalar: a device of weight 0 counts as zeros, whatever it holds.
+    Between devices that count AdaSum knows no weights.
+
     Integer leaves and masked ones (``optax.MaskedNode``, frozen leaves) pass, and are not sent.
 
     Args:
@@ -104,7 +108,8 @@ def adasum(
       algorithm: ``"halving"`` (default): recursive vector halving with distance doubling; a device
         sends 2(p - 1)/p of its data. ``"gather"``: one all-gather, then each device goes through
         the tree alone; it sends n - 1 times its data, for small trees.
-      inner_axis: an axis to take the mean over first, such as the devices of a host. Default None.
+      inner_axis: an axis to take the mean over first, such as the devices of a host; weighted where
+        ``update`` is given ``weight``. Default None.
       buckets: where the leaves are cut into buffers that travel apart: leaf counts in forward order,
         an int or a sequence of ascending ints >= 1. Default (50, 100), up to three buffers. It
         changes when leaves are sent, not the result. Points given beyond the last leaf bring a
@@ -171,7 +176,9 @@ def adasum(
             )
         return optax.EmptyState()
 
-    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+    def update(
+        updates: Any, state: Any, params: Any = None, *, weight: Any = None, **extra_args: Any
+    ) -> tuple[Any, Any]:
         del params, extra_args
         leaves, treedef = jax.tree.flatten(updates)
         sent = [i for i, leaf in enumerate(leaves) if _travels(leaf)]
@@ -180,9 +187,12 @@ def adasum(
             if name is not None and axis_size("adasum", name) > 1:
                 check_varying("adasum", paths, [leaves[i] for i in sent], name)
         if settings.inner_axis is not None:
+            mean = Reduce((settings.inner_axis,))([leaves[i] for i in sent], weight)
+            for i, leaf in zip(sent, mean, strict=True):
+                leaves[i] = leaf
+        elif weight is not None:
             for i in sent:
-                wide = leaves[i].astype(compute_dtype(leaves[i].dtype))
-                leaves[i] = lax.pmean(wide, settings.inner_axis).astype(leaves[i].dtype)
+                leaves[i] = jnp.where(weight == 0, jnp.zeros_like(leaves[i]), leaves[i])
         size = axis_size("adasum", settings.axis_name)
         if size == 1 and _compat.tracks_varying(settings.axis_name):
             # Nothing is added; the type now says that all devices, the one, have the same.

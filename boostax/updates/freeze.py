@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import json
 import zlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +29,7 @@ from boostax.updates._freeze_checks import (
     explicit_groups,
     has_masked,
 )
-from boostax.updates._freeze_mask import run_trainable
+from boostax.updates._freeze_mask import exchanging, run_trainable
 from boostax.updates._freeze_statistics import hold_statistics
 from boostax.updates._skip import find_state, skip
 from boostax.updates.parameter_groups import ParameterGroups, check_index
@@ -316,6 +317,7 @@ def freeze(
         params: Any = None,
         *,
         freeze_index: Any = None,
+        boostax_exchange: Callable[[Any], Any] | None = None,
         **extra_args: Any,
     ) -> tuple[Any, FreezeState]:
         freezing._check_fingerprint(state)
@@ -325,7 +327,10 @@ def freeze(
 
         def branch(static_index: int) -> Any:
             flags = freezing.flags(static_index, updates)
-            return lambda: run_trainable(tx, flags, updates, state.inner_state, params, extra_args)
+            inner = tx if boostax_exchange is None else exchanging(tx, boostax_exchange)
+            return lambda: run_trainable(
+                inner, flags, updates, state.inner_state, params, extra_args
+            )
 
         if isinstance(index, Tracer):
             branches = [branch(i) for i in range(freezing.num_indices)]
@@ -345,6 +350,7 @@ def freeze(
             freezing,
             fates=lambda params: _fates(freezing),
             check=freezing.check,
+            exchanges=True,
         ),
     )
 

@@ -15,7 +15,6 @@ import boostax
 from boostax import LossAux
 from tests.models import data, linen_net, nnx_net, plain
 
-COUNTS = (1, 2, 3, 4, 8)
 BATCH = jax.tree.map(lambda leaf: leaf[0], data.batches(1))
 
 
@@ -53,13 +52,15 @@ class TestMean:
         assert state.params.tolist() == [-0.5, -0.5]
         assert float(metrics["grad_norm"]) == pytest.approx(0.5**0.5)
 
-    @pytest.mark.parametrize("count", COUNTS)
-    @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+    @pytest.mark.parametrize(
+        ("count", "kind"),
+        [(1, "Auto"), (2, "Explicit"), (3, "Auto"), (4, "Explicit"), (8, "Auto"), (8, "Explicit")],
+    )
     def test_equals_one_device(self, count, kind):
         tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.05))
         batches = [BATCH] * 3
         alone, told_alone = run(boostax.train_step(plain.loss, tx), plain.init(), batches)
-        step = boostax.train_step(plain.loss, tx, mesh=mesh_of(count, kind))
+        step = boostax.train_step(plain.loss, tx, mesh=mesh_of(count, AxisType[kind]))
         state, told = run(step, plain.init(), batches)
         close(state, alone)
         close(told, told_alone)
@@ -165,7 +166,7 @@ class TestWeights:
         tx = optax.sgd(0.5)
         return run(boostax.train_step(weighted_loss, tx, has_aux=True), plain.init(), [batch])
 
-    @pytest.mark.parametrize("count", [2, 3, 8])
+    @pytest.mark.parametrize("count", [3, 8])
     def test_loss_gradients_and_metrics_are_averaged_by_weight(self, count):
         batch = {**BATCH, "mask": self.MASK}
         alone, told_alone = self.expected(batch)
@@ -174,7 +175,7 @@ class TestWeights:
         close(state.params, alone.params)
         close(told, told_alone)
 
-    @pytest.mark.parametrize("size", [1, 7, 23])
+    @pytest.mark.parametrize("size", [1, 23])
     def test_a_batch_that_does_not_divide_is_filled_up(self, size):
         batch = jax.tree.map(lambda leaf: leaf[:size], {**BATCH, "mask": self.MASK})
         batch["mask"] = np.ones(size, np.float32)
