@@ -39,6 +39,7 @@ class OnMesh:
         self._tx = tx
         self._settings = settings
         self._differing: dict[Any, tuple[bool, ...]] = {}
+        self._lies: list[Any] | None = None
 
     def marks(self, params: Any) -> tuple[bool, ...]:
         """Say for each leaf of the optimizer state whether it differs between devices."""
@@ -63,6 +64,14 @@ class OnMesh:
         return state.replace(
             opt_state=change_leaves(state.opt_state, self.marks(state.params), own)
         )
+
+    def moved(self, state: TrainState) -> bool:
+        """Say whether an earlier first state lay elsewhere; what was compiled puts results there."""
+        before, self._lies = (
+            self._lies,
+            [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(state)],
+        )
+        return before is not None and before != self._lies
 
     def placed_state(self, state: TrainState) -> TrainState:
         """Put a state on the mesh that may come from a checkpoint.

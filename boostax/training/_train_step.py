@@ -148,7 +148,13 @@ class TrainStep:
             skipped=jnp.zeros((), jnp.int32) if self.settings.may_skip else None,
             window=first_window(self.settings.stats, self.settings.window_policy, model_state),
         )
-        return state if self._mesh is None else self._mesh.first_state(state)
+        if self._mesh is None:
+            return state
+        state = self._mesh.first_state(state)
+        if self._mesh.moved(state):
+            self._compiled.clear()
+            self._flush = None
+        return state
 
     def __call__(
         self, state: TrainState, batch: Any, **extra: Any

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 import boostax
-from tests.common.harness import Program, fresh, host
+from tests.common.harness import Program, fresh, host, mesh_of
 from tests.models import linen_net, nnx_net, plain
 
 
@@ -52,6 +52,17 @@ def linen_step(
             )
 
         return _program(step, init)
+
+    return program
+
+
+def mesh_step(
+    tx: Callable[[], optax.GradientTransformation], count: int = 4, **settings: Any
+) -> Callable[[str, bool], Program]:
+    """Return a row's ``program``: the linen network's train step over a mesh."""
+
+    def program(dtype: str, donate: bool) -> Program:
+        return linen_step(tx, mesh=mesh_of(count), **settings)(dtype, donate)
 
     return program
 

@@ -241,6 +241,21 @@ ROWS: tuple[Row, ...] = (
         does_not_apply=_NOT_A_TRANSFORMATION,
     ),
     Row(
+        name="train_step_mesh_adasum",
+        covers=("train_step", "adasum", "accumulate"),
+        seam="all",
+        cycle=2,
+        program=programs.mesh_step(
+            lambda: boostax.accumulate(
+                optax.chain(programs.momentum(), boostax.adasum("data", buckets=())), 2
+            )
+        ),
+        does_not_apply={
+            **_NOT_A_TRANSFORMATION,
+            "devices": "it brings its mesh along; tests/training/test_mesh.py has 1 to 8 devices",
+        },
+    ),
+    Row(
         name="auto_boost",
         covers=("AutoBoost",),
         seam="all",

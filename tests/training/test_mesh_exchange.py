@@ -137,7 +137,7 @@ class TestAdaSum:
         batch[1, 1] = np.inf
         tx = optax.chain(optax.sgd(1.0, 0.5), adasum())
         step = boostax.train_step(linear, tx, skip_nonfinite=True, mesh=mesh_of(4))
-        state, metrics = run(step, jnp.zeros(2), [X, batch, X])
+        state, _ = run(step, jnp.zeros(2), [X, batch, X])
         expected, _ = run(boostax.train_step(linear, tx, mesh=mesh_of(4)), jnp.zeros(2), [X, X])
         equal(state.params, expected.params)
         equal(state.opt_state, expected.opt_state)
@@ -193,7 +193,7 @@ class TestRestore:
 
     def test_another_number_of_devices_is_refused(self):
         state, _ = run(self.make(4), plain.init(), BATCHES[:1])
-        with pytest.raises(boostax.StateMismatchError, match="4 entries.*over 2 devices"):
+        with pytest.raises(boostax.StateMismatchError, match=r"4 entries.*over 2 devices"):
             self.make(2)(state, BATCHES[1])
         alone = boostax.train_step(
             plain.loss, boostax.accumulate(optax.adam(0.05), 2), donate=False
@@ -279,15 +279,15 @@ class TestWindows:
             # Outside of the window's end there are but loss, weight and decisions.
             assert outside <= 16
             sent[index] = inside
-        sizes = [leaf.size for leaf in jax.tree.leaves(plain.init())]
-        last = plain.init()["layers_2"]
-        trained = sum(leaf.size for leaf in jax.tree.leaves(last))
+        whole = sum(leaf.size for leaf in jax.tree.leaves(plain.init()))
+        trained = sum(leaf.size for leaf in jax.tree.leaves(plain.init()["layers_2"]))
         if kind == "mean":
-            assert sent == {0: sum(sizes), 2: trained}
+            # And the window's weight.
+            assert sent == {0: whole + 1, 2: trained + 1}
         else:
-            # Flat buffers are filled up to a multiple of the devices.
-            assert sum(sizes) <= sent[0] <= 2.2 * sum(sizes)
-            assert trained <= sent[2] <= 0.5 * sent[0]
+            # The ring's bound is 1.5; dot products and filled-up buffers count on leaves this small.
+            assert 1.5 * whole <= sent[0] <= 3 * whole
+            assert 1.5 * trained <= sent[2] <= 3 * trained
 
 
 def exchanged(text):
