@@ -25,6 +25,7 @@ from boostax.training.metrics import all_finite
 from boostax.training.state import TrainState
 from boostax.updates._skip import find_state, skip
 from boostax.updates.accumulate import flush
+from boostax.updates.local_steps import LocalStepsState, local_params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,13 +110,14 @@ class StepFunction:
         settings = self.settings
         rng = self._rng(state)
         start = state.model_state
+        here = state.params
+        if find_state(state.opt_state, LocalStepsState) is not None:
+            here = local_params(state.opt_state, state.params)
         index, traced_index = self._indices(state, index)
         pools = isinstance(state.window, Window) or settings.replicas is not None
         if pools and settings.batch_norm_momentum is None:
             self._look_up_momenta(state, batch)
-        loss, aux, grads, new_stats = self._gradients(
-            state.params, start, batch, rng, index, traced_index
-        )
+        loss, aux, grads, new_stats = self._gradients(here, start, batch, rng, index, traced_index)
         trained = self._trained(grads, state.params, index)
         needs_finite = (
             "finite" in settings.metrics or settings.skip_nonfinite or settings.window_decides

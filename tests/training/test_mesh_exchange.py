@@ -43,6 +43,11 @@ def equal(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
+def assert_same_on_all(tree):
+    for leaf in jax.tree.leaves(tree):
+        assert len({np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards}) == 1
+
+
 def run(step, params, batches):
     state = step.init(params)
     for batch in batches:
@@ -171,6 +176,43 @@ class TestAdaSum:
         step = boostax.train_step(linear, optax.MultiSteps(tx, 2), mesh=mesh)
         with pytest.raises(ValueError, match=r"use boostax\.accumulate for optax\.MultiSteps"):
             step.init(jnp.zeros(2))
+
+
+class TestLocalSteps:
+    @pytest.mark.parametrize("kind", ["mean", "adasum"])
+    def test_by_hand(self, kind):
+        """Each replica goes its own way for two steps; the gradient is taken where it stands."""
+
+        def loss(params, x):
+            return jnp.mean(jnp.square(x @ params - 1))
+
+        exchange = adasum() if kind == "adasum" else boostax.all_reduce("data")
+        outer = optax.sgd(0.5, momentum=0.9, nesterov=True)
+        tx = boostax.local_steps(optax.sgd(0.1), 2, exchange, outer=outer)
+        step = boostax.train_step(loss, tx, mesh=mesh_of(4), donate=False)
+        state = step.init(jnp.zeros(2))
+        first, told = step(state, X)
+        assert first.params.tolist() == [0, 0]
+        assert float(told["loss"]) == 1
+        second, told = step(first, X)
+        # From 0 by 0.2 to 0.2, then by 0.1 * 2 * 0.8 to 0.36, along the axis that it sees.
+        assert float(told["loss"]) == pytest.approx(0.8**2)
+        length = 0.36 / 2 if kind == "mean" else 0.36
+        np.testing.assert_allclose(second.params, np.full(2, 0.5 * 1.9 * length), rtol=1e-6)
+        assert_same_on_all(second.params)
+
+    def test_resumes_between_exchanges(self):
+        tx = boostax.local_steps(optax.sgd(0.05, 0.9), 3, adasum())
+        step = boostax.train_step(plain.loss, tx, mesh=mesh_of(4), donate=False)
+        states = [step.init(plain.init())]
+        for batch in BATCHES[:4]:
+            states.append(step(states[-1], batch)[0])
+        assert states[2].opt_state.offset["layers_0"]["bias"].shape == (4, 8)
+        saved = flax.serialization.to_bytes(states[2])
+        restored = flax.serialization.from_bytes(step.init(plain.init()), saved)
+        for batch in BATCHES[2:4]:
+            restored, _ = step(restored, batch)
+        equal(restored, states[4])
 
 
 class TestRestore:
