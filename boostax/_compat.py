@@ -13,7 +13,10 @@ from jax.core import Tracer
 __all__ = [
     "all_gather",
     "as_carry",
+    "backend_is_up",
     "cond",
+    "in_a_cluster",
+    "initialize_in_cluster",
     "inner_jaxprs",
     "like",
     "open_jaxpr",
@@ -129,3 +132,34 @@ def all_gather(value: jax.Array, axis_name: str) -> jax.Array:
     if tracks_varying(axis_name):
         return lax.all_gather(value, axis_name, to="invarying")
     return lax.all_gather(value, axis_name)
+
+
+def backend_is_up() -> bool:
+    """Say whether JAX has looked at its devices, after which no process can join a run."""
+    from jax._src import xla_bridge
+
+    return xla_bridge.backends_are_initialized()
+
+
+def in_a_cluster() -> bool:
+    """Say whether JAX recognises the cluster that this process runs in."""
+    from jax._src.clusters import ClusterEnv
+
+    return any(
+        kind.is_env_present() for kind in ClusterEnv._cluster_types if not kind.opt_in_only_method
+    )
+
+
+# What JAX says where it finds no cluster: the first thing that it lacks.
+_NO_CLUSTER = "coordinator_address should be defined."
+
+
+def initialize_in_cluster(cluster: str | None, options: dict[str, Any]) -> bool:
+    """Call ``jax.distributed.initialize`` with what the cluster tells; False where there is none."""
+    try:
+        jax.distributed.initialize(cluster_detection_method=cluster, **options)
+    except ValueError as error:
+        if str(error) != _NO_CLUSTER:
+            raise
+        return False
+    return True

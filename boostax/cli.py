@@ -1,4 +1,4 @@
-"""The command line: ``boostax compare``, ``describe``, ``validate`` and ``schema``.
+"""The command line: ``boostax compare``, ``launch``, ``describe``, ``validate`` and ``schema``.
 
 Exit codes: 0 fine, 2 wrong input or an output that can't be written (the message goes to stderr,
 without a traceback), 130 after Ctrl-C, 141 when the reader of the output has gone.
@@ -21,6 +21,7 @@ __all__ = ["main"]
 
 _COMMANDS = {
     "compare": "train plain and boosted, and report how long each takes to a target",
+    "launch": "start several processes of a program on this machine",
     "describe": "say which techniques a config switches on, and the order of the chain",
     "validate": "check a config file",
     "schema": "print the JSON Schema of config files, for editors",
@@ -116,6 +117,10 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
             from boostax.compare.cli import add_arguments
 
             add_arguments(sub)
+        if name == "launch":
+            from boostax.parallel.launch import add_arguments
+
+            add_arguments(sub)
         if name in ("describe", "validate"):
             number = None if name == "validate" else "?"
             sub.add_argument("file", metavar="FILE", nargs=number, help="a config, a JSON file")
@@ -129,6 +134,12 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
 
 def _compare(args: argparse.Namespace) -> int:
     from boostax.compare.cli import run
+
+    return run(args)
+
+
+def _launch(args: argparse.Namespace) -> int:
+    from boostax.parallel.launch import run
 
     return run(args)
 
@@ -160,7 +171,13 @@ def _schema(args: argparse.Namespace) -> int:
     return 0
 
 
-_RUN = {"compare": _compare, "describe": _describe, "validate": _validate, "schema": _schema}
+_RUN = {
+    "compare": _compare,
+    "launch": _launch,
+    "describe": _describe,
+    "validate": _validate,
+    "schema": _schema,
+}
 
 
 def _path(text: str) -> str:
