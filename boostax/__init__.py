@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from boostax import parallel as parallel
     from boostax.auto import AutoBoost as AutoBoost
     from boostax.config import BoostConfig as BoostConfig
     from boostax.config import load_config as load_config
@@ -71,11 +72,16 @@ _HOME = {
     "StateMismatchError": "errors",
 }
 
+# Packages that are names of their own: boostax.parallel.start().
+_PACKAGES = ("parallel",)
+
 __version__ = "0.1.0"
 __all__ = list(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return importlib.import_module(f"boostax.{name}")
     if name not in _HOME:
         from boostax.errors import did_you_mean
 
@@ -88,4 +94,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
+    return sorted({*globals(), *_HOME, *_PACKAGES})

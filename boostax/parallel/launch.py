@@ -62,8 +62,8 @@ def launch(
 ) -> int:
     """Run ``count`` processes of a command to their end.
 
-    SIGINT (Ctrl-C reaches the processes from the terminal) and SIGTERM end all. When a process ends with an error, the others get SIGTERM, and
-    SIGKILL 10 seconds later.
+    SIGTERM ends all, and so does SIGINT (Ctrl-C reaches the processes from the terminal itself). When
+    a process ends with an error, the others get SIGTERM, and SIGKILL 10 seconds later.
 
     Args:
       command: the program and its arguments.

@@ -376,7 +376,7 @@ def _check_launchers(environment: Mapping[str, str]) -> None:
 def _device_ids(value: Any) -> list[int] | None:
     if value is None:
         return None
-    if isinstance(value, (str, bytes)) or isinstance(value, bool):
+    if isinstance(value, (str, bytes, bool)):
         raise TypeError(f"local_device_ids must be an int or ints, got {value!r}")
     ids = [
         _integer("local_device_ids", v) for v in (value if hasattr(value, "__iter__") else [value])
