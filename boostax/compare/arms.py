@@ -103,7 +103,15 @@ def load_arms(paths: Sequence[str], levels: Sequence[str] | None = None) -> list
 
 
 def build_arm(
-    arm: Arm, task: Task, *, steps: int, rate: float, model: Any, model_state: Any, batch: Any
+    arm: Arm,
+    task: Task,
+    *,
+    steps: int,
+    rate: float,
+    model: Any,
+    model_state: Any,
+    batch: Any,
+    mesh: Any = None,
 ) -> BuiltArm:
     """Build an arm's train step for a budget.
 
@@ -119,6 +127,7 @@ def build_arm(
       model: the parameters or the nnx model, as ``task.init`` made them.
       model_state: linen collections, or None.
       batch: one batch, for the order of the layers.
+      mesh: the devices that share each batch. Default None: one device.
 
     Raises:
       UsageError: the config does not fit this model, budget or optimizer.
@@ -180,7 +189,7 @@ def build_arm(
             boost, config, told = _fewer_groups(arm, boost, config, model, order)
             notes += told
         tx = boost.optimizer(base, model, order=order)
-        step = boost.train_step(task.loss, tx, has_aux=task.has_aux)
+        step = boost.train_step(task.loss, tx, has_aux=task.has_aux, mesh=mesh)
     except ValueError as error:
         hint = "\nGive arms of your own with --configs." if arm.adapts else ""
         raise UsageError(f"arm {arm.name!r}: {error}{hint}") from error

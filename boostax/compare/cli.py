@@ -12,6 +12,7 @@ from typing import Any
 from boostax.cli import guarded
 from boostax.compare.task import UsageError, load_task, parse_target
 from boostax.errors import require
+from boostax.parallel import processes
 
 __all__ = ["add_arguments", "run"]
 
@@ -77,10 +78,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also write the curves as TensorBoard runs, into DIR/tensorboard",
     )
 
+    parser.add_argument(
+        "--distributed",
+        action="store_true",
+        help="this is one of several processes, which SLURM, a TPU slice or another cluster started; "
+        "boostax launch needs no such word. All devices share each batch, process 0 writes",
+    )
+
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; return 0, 2 for wrong input, or 130 after Ctrl-C."""
-    return guarded("boostax compare", _run, args)
+    code = guarded("boostax compare", _run, args)
+    if code:
+        processes.leave_at_exit(code)
+    return code
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -99,8 +110,10 @@ def _run(args: argparse.Namespace) -> int:
     if args.tensorboard:
         require("tensorboardX", "tensorboard")
 
+    if args.distributed or processes.is_launched():
+        processes.start()
     # JAX and the rest are imported only now, so that a wrong argument is told at once.
-    from boostax.compare import digits
+    from boostax.compare import digits, together
     from boostax.compare.arms import load_arms
     from boostax.compare.display import Display
     from boostax.compare.report import terminal_table, write_report
@@ -127,7 +140,10 @@ def _run(args: argparse.Namespace) -> int:
         eval_every=max(1, steps // _POINTS) if every is None else every,
         task_digest=source_digest(source),
     )
-    store = RunStore(args.out, fresh=args.fresh)
+    store = together.on_main(lambda: RunStore(args.out, fresh=args.fresh))
+    if store is None:  # process 0 does the rest
+        compare(plan, None)
+        return 0
     if args.tensorboard:
         _make(store.folder / "tensorboard")
     with Display(plan) as display:

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from boostax.compare.task import Task, UsageError
+from boostax.compare.together import local, part_of
 from boostax.training.describe import compiled_cost
 
 __all__ = ["Compilations", "compiled_costs", "evaluate", "run_arm", "start_of", "take_batches"]
@@ -67,6 +68,7 @@ def evaluate(task: Task, model: Any, state: Any) -> dict[str, float]:
     """
     from flax import nnx
 
+    state = local(state)
     if isinstance(model, nnx.Module):
         values = task.evaluate(state.merge(model))
     else:
@@ -131,6 +133,7 @@ def run_arm(
     batch: Any = None
     programs = 0
     for number, batch in enumerate(batches, start=1):
+        batch = part_of(batch)
         before, cpu_start, start = counter.count, time.process_time(), time.perf_counter()
         state, metrics = step(state, batch)
         jax.block_until_ready((state, metrics))

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from boostax.compare import together
 from boostax.compare.arms import Arm, BuiltArm, build_arm
 from boostax.compare.measure import compilations, evaluate, run_arm, start_of, take_batches
 from boostax.compare.storage import RunStore, check_names
@@ -99,34 +100,35 @@ def run_order(arms: Sequence[Any], seeds: int) -> Iterator[tuple[int, Any]]:
 
 
 def compare(
-    plan: Plan, store: RunStore, watcher: Watcher | None = None
+    plan: Plan, store: RunStore | None, watcher: Watcher | None = None
 ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, dict[str, Any]]]:
     """Make the runs that are not on disk yet, and return all.
 
+    With several processes, all must call it, and each batch is split over all devices.
+
     Args:
       plan: what to run.
-      store: where finished runs are.
+      store: where finished runs are; None in processes other than 0.
       watcher: told of the progress. Default None.
 
     Returns:
       ``runs``: by arm, the records in the order of the seeds; and by arm, what is known of its
-      build (``updates``, ``config``, ``enabled``, ``notes``, ``learning_rate``).
+      build (``updates``, ``config``, ``enabled``, ``notes``, ``learning_rate``). Both are empty in
+      processes other than 0.
 
     Raises:
       UsageError: the task, a config or what is on disk does not fit.
     """
     watcher = watcher or Watcher()
     check_names([arm.name for arm in plan.arms])
-    done = {}
-    for seed, arm in run_order(plan.arms, plan.seeds):
-        run = store.load(arm.name, seed, plan.settings(arm))
-        if run is not None:
-            done[arm.name, seed] = run
-    watcher.begin(len(plan.arms) * plan.seeds, len(done))
+    order = list(run_order(plan.arms, plan.seeds))
+    done = together.on_main(lambda: _finished(plan, store, order)) or {}
+    there = together.flags_of_main([(arm.name, seed) in done for seed, arm in order])
+    watcher.begin(len(order), sum(there))
     compilations()
     built: dict[str, BuiltArm] = {}
-    for seed, arm in run_order(plan.arms, plan.seeds):
-        if (arm.name, seed) in done:
+    for (seed, arm), is_there in zip(order, there, strict=True):
+        if is_there:
             continue
         if not built:
             # All arms, before any training: a config that does not fit shows at once.
@@ -140,6 +142,8 @@ def compare(
             eval_every=plan.eval_every,
             progress=watcher.progress,
         )
+        if store is None:
+            continue
         run = {
             "arm": arm.name,
             "seed": seed,
@@ -159,8 +163,19 @@ def compare(
         assert loaded is not None
         done[arm.name, seed] = loaded
         watcher.finish(loaded)
+    if store is None:
+        return {}, {}
     runs = {arm.name: [done[arm.name, seed] for seed in range(plan.seeds)] for arm in plan.arms}
     return runs, {name: records[0]["build"] for name, records in runs.items()}
+
+
+def _finished(
+    plan: Plan, store: RunStore | None, order: Sequence[tuple[int, Arm]]
+) -> dict[tuple[str, int], dict[str, Any]]:
+    """Return the runs on disk by arm and seed."""
+    assert store is not None
+    runs = {(arm.name, seed): store.load(arm.name, seed, plan.settings(arm)) for seed, arm in order}
+    return {key: run for key, run in runs.items() if run is not None}
 
 
 def build_all(plan: Plan) -> dict[str, BuiltArm]:
@@ -177,6 +192,7 @@ def build_all(plan: Plan) -> dict[str, BuiltArm]:
             model=model,
             model_state=model_state,
             batch=batch,
+            mesh=together.mesh(),
         )
         for arm in plan.arms
     }
@@ -226,8 +242,10 @@ def machine() -> dict[str, Any]:
     count = getattr(os, "process_cpu_count", os.cpu_count)()
     if hasattr(os, "sched_getaffinity"):
         count = len(os.sched_getaffinity(0))
-    device = jax.devices()[0]
+    device = jax.local_devices()[0]
+    several = {"processes": jax.process_count(), "devices": jax.device_count()}
     return {
+        **(several if jax.process_count() > 1 else {}),
         "system": f"{platform.system()} {platform.machine()}",
         "cores": count,
         "backend": jax.default_backend(),

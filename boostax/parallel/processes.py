@@ -18,6 +18,7 @@ import re
 import socket
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -69,6 +70,7 @@ class _Started(NamedTuple):
 
 
 _STARTED: list[_Started] = []
+_CODES: list[int] = []  # exit codes of this process after an error, the first one counts
 
 
 def start(
@@ -274,17 +276,25 @@ def _describe() -> Processes:
     )
 
 
-def _leave_at_once_after_an_error(processes: Processes) -> None:
-    """After an uncaught exception, end without the wait for the others that JAX makes at exit.
+def is_launched() -> bool:
+    """Say whether ``boostax launch`` started this process."""
+    return any(os.environ.get(key) for key in VARIABLES.values())
+
+
+def leave_at_exit(code: int) -> None:
+    """End with ``code`` at exit, without the wait for the other processes that JAX makes there.
 
     They may be waiting for this process in a collective operation, and would do so until the
-    shutdown times out. Its sudden end is what they notice.
+    shutdown times out. Its sudden end is what they notice. With one process this does nothing.
     """
-    codes: list[int] = []
+    _CODES.append(code)
+
+
+def _leave_at_once_after_an_error(processes: Processes) -> None:
     before = sys.excepthook
 
     def hook(kind: type[BaseException], value: BaseException, trace: Any) -> None:
-        codes.append(130 if issubclass(kind, KeyboardInterrupt) else 1)
+        leave_at_exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
         before(kind, value, trace)
         if processes.count > 1:
             print(
@@ -296,12 +306,15 @@ def _leave_at_once_after_an_error(processes: Processes) -> None:
             )
 
     def leave() -> None:
-        if codes:
+        if _CODES:
             logging.shutdown()
             for stream in (sys.stdout, sys.stderr):
                 if stream is not None:
                     stream.flush()
-            os._exit(codes[0])
+            if processes.index == 0 and processes.count > 1:
+                # Its end aborts the others, who may be about to end with an error of their own.
+                time.sleep(1)
+            os._exit(_CODES[0])
 
     sys.excepthook = hook
     # Runs after what is registered later, and before what JAX registered when it was imported.

@@ -76,7 +76,7 @@ def place_batch(batch: Any, replicas: Replicas) -> Any:
         sharding = NamedSharding(replicas.mesh, spec)
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-        return _put(leaf, sharding)
+        return _put(leaf, sharding, part=True)
 
     return jax.tree.map(put, batch, batch_specs(batch, replicas))
 
@@ -146,15 +146,16 @@ def _is_local(leaf: Any) -> bool:
     )
 
 
-def _put(leaf: Any, sharding: NamedSharding) -> Any:
+def _put(leaf: Any, sharding: NamedSharding, *, part: bool = False) -> Any:
+    """Put an array on the mesh; of several processes, each has all of it, or its own part."""
     if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
         return leaf
     if jax.process_count() > 1 and _is_local(leaf):
         leaf = np.asarray(leaf)
         leaf = leaf.astype(jax.dtypes.canonicalize_dtype(leaf.dtype))
-        if sharding.is_fully_replicated:
-            return jax.make_array_from_callback(np.shape(leaf), sharding, lambda index: leaf[index])
-        return jax.make_array_from_process_local_data(sharding, leaf)
+        if part and not sharding.is_fully_replicated:
+            return jax.make_array_from_process_local_data(sharding, leaf)
+        return jax.make_array_from_callback(np.shape(leaf), sharding, lambda index: leaf[index])
     return jax.device_put(leaf, sharding)
 
 

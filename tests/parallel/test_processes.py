@@ -200,7 +200,12 @@ def test_the_launcher_ends_its_processes_when_it_is_ended(tmp_path):
     script.write_text("import os, time\nos.write(1, b'%d\\n' % os.getpid())\ntime.sleep(600)\n")
     command = [sys.executable, "-m", "boostax", "launch", "-n", "2", str(script)]
     launcher = subprocess.Popen(
-        command, env=environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        env=environment(),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         pids = [int(launcher.stdout.readline()) for _ in range(2)]

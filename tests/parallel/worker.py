@@ -99,11 +99,6 @@ def whole(tree: Any) -> Any:
     return jax.tree.map(gathered, tree)
 
 
-def laid_out_like(value: np.ndarray, old: jax.Array) -> jax.Array:
-    """Return an array over all processes, from one that each of them has whole."""
-    return jax.make_array_from_callback(old.shape, old.sharding, lambda at: np.asarray(value)[at])
-
-
 def write(path: pathlib.Path, content: bytes) -> None:
     """Write a file under a temporary name and rename it."""
     temporary = path.with_suffix(".tmp")
@@ -121,7 +116,7 @@ def main(folder: pathlib.Path, options: dict[str, str]) -> None:
             return state
         saved = flax.serialization.from_bytes(whole(state), checkpoint.read_bytes())
         print(f"goes on from the checkpoint of step {saved.attempt}", flush=True)
-        return jax.tree.map(laid_out_like, saved, state)
+        return saved
 
     def after(number: int, state: Any) -> None:
         host = whole(state)
