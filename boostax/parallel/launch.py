@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 
 from boostax.errors import ConfigError
-from boostax.parallel.processes import COORDINATOR, NUM_PROCESSES, PROCESS_ID
+from boostax.parallel._start_arguments import COORDINATOR, NUM_PROCESSES, PROCESS_ID
 
 __all__ = ["add_arguments", "launch", "run"]
 

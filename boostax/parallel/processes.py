@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import atexit
 import logging
-import operator
 import os
-import re
 import socket
 import sys
 import threading
@@ -22,21 +20,16 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from boostax.parallel._start_arguments import (
+    VARIABLES,
+    at_least_one,
+    check_launchers,
+    device_ids,
+    from_arguments,
+    from_variables,
+)
+
 __all__ = ["Processes", "start"]
-
-# What `boostax launch` sets for each process.
-COORDINATOR = "BOOSTAX_COORDINATOR"
-NUM_PROCESSES = "BOOSTAX_NUM_PROCESSES"
-PROCESS_ID = "BOOSTAX_PROCESS_ID"
-VARIABLES = {"coordinator": COORDINATOR, "num_processes": NUM_PROCESSES, "process_id": PROCESS_ID}
-
-# Launchers that JAX may fail to recognise, by the variable in which they say how many there are.
-# Their processes would each train alone, and nothing would show it.
-_LAUNCHERS = {
-    "OMPI_COMM_WORLD_SIZE": ("Open MPI", "OMPI_COMM_WORLD_SIZE and OMPI_COMM_WORLD_RANK"),
-    "PMI_SIZE": ("an MPI launcher", "PMI_SIZE and PMI_RANK"),
-    "WORLD_SIZE": ("torchrun", "MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK"),
-}
 
 
 class Processes(NamedTuple):
@@ -95,7 +88,7 @@ def start(
     A second call with the same arguments returns the description again.
 
     When a process dies, the others end with an error: at once where they wait for it in a collective
-    operation on CPU, else after ``heartbeat_timeout`` seconds. A process whose script ends with an
+    operation on CPU, else within ``heartbeat_timeout`` seconds. A process whose script ends with an
     exception leaves at once, with exit code 1 (130 after Ctrl-C), instead of waiting for the others.
 
     Args:
@@ -136,7 +129,7 @@ def start(
     When not to use: one process sees all devices of its host. A single machine with several GPUs
     needs no ``start``.
     """
-    given = _from_arguments(coordinator, num_processes, process_id)
+    given = from_arguments(coordinator, num_processes, process_id)
     if given is not None and cluster is not None:
         raise ValueError(
             f"cluster={cluster!r} was given together with coordinator={coordinator!r}; leave one out"
@@ -144,14 +137,14 @@ def start(
     if cluster is not None and not isinstance(cluster, str):
         raise TypeError(f"cluster must be a str or None, got {cluster!r}")
     if given is None and cluster is None:
-        given = _from_variables(os.environ)
-    device_ids = _device_ids(local_device_ids)
+        given = from_variables(os.environ)
+    ids = device_ids(local_device_ids)
     seconds = {
-        "timeout": _at_least_one("timeout", timeout),
-        "heartbeat_timeout": _at_least_one("heartbeat_timeout", heartbeat_timeout),
-        "shutdown_timeout": _at_least_one("shutdown_timeout", shutdown_timeout),
+        "timeout": at_least_one("timeout", timeout),
+        "heartbeat_timeout": at_least_one("heartbeat_timeout", heartbeat_timeout),
+        "shutdown_timeout": at_least_one("shutdown_timeout", shutdown_timeout),
     }
-    arguments = (given, device_ids, cluster, *seconds.values())
+    arguments = (given, ids, cluster, *seconds.values())
     if _STARTED:
         if _STARTED[0].arguments != arguments:
             raise RuntimeError(
@@ -159,7 +152,7 @@ def start(
                 f"{_STARTED[0].processes}. Call it once, at the top of the script"
             )
         return _STARTED[0].processes
-    joined = _join(given, device_ids, cluster, seconds)
+    joined = _join(given, ids, cluster, seconds)
     processes = _describe()
     _STARTED.append(_Started(arguments, processes))
     if joined:
@@ -169,7 +162,7 @@ def start(
 
 def _join(
     given: tuple[str, int, int] | None,
-    device_ids: list[int] | None,
+    ids: list[int] | None,
     cluster: str | None,
     seconds: Mapping[str, int],
 ) -> bool:
@@ -179,7 +172,7 @@ def _join(
     from boostax import _compat
 
     if jax.distributed.is_initialized():
-        if given is not None or cluster is not None or device_ids is not None:
+        if given is not None or cluster is not None or ids is not None:
             raise RuntimeError(
                 "jax.distributed.initialize was called already, so that these arguments come too "
                 "late; leave that call out, or call boostax.parallel.start() without arguments"
@@ -187,7 +180,7 @@ def _join(
         return True
     if _compat.backend_is_up():
         if given is None and cluster is None and not _compat.in_a_cluster():
-            _check_launchers(os.environ)
+            check_launchers(os.environ)
             return False
         raise RuntimeError(
             "boostax.parallel.start must come before anything that makes JAX look at its devices: "
@@ -197,7 +190,7 @@ def _join(
     if jax.config.jax_cpu_collectives_implementation is None:  # pyright: ignore[reportAttributeAccessIssue]
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     options: dict[str, Any] = {
-        "local_device_ids": device_ids,
+        "local_device_ids": ids,
         "initialization_timeout": seconds["timeout"],
         "heartbeat_timeout_seconds": seconds["heartbeat_timeout"],
         "shutdown_timeout_seconds": seconds["shutdown_timeout"],
@@ -210,7 +203,7 @@ def _join(
                 f"cluster={cluster!r}: JAX does not find this process in such a cluster; start it with "
                 "the cluster's own launcher, or give coordinator, num_processes and process_id"
             )
-        _check_launchers(os.environ)
+        check_launchers(os.environ)
         return False
     address, count, index = given
     if index == 0:
@@ -319,99 +312,3 @@ def _leave_at_once_after_an_error(processes: Processes) -> None:
     sys.excepthook = hook
     # Runs after what is registered later, and before what JAX registered when it was imported.
     atexit.register(leave)
-
-
-def _from_arguments(coordinator: Any, num_processes: Any, process_id: Any) -> Any:
-    values = {
-        "coordinator": coordinator, "num_processes": num_processes, "process_id": process_id
-    }  # fmt: skip
-    missing = [name for name, value in values.items() if value is None]
-    if len(missing) == 3:
-        return None
-    if missing:
-        there = [name for name in values if name not in missing]
-        raise ValueError(
-            f"{' and '.join(there)} given without {' and '.join(missing)}; give all three, or none of "
-            "them where a launcher or a cluster tells them"
-        )
-    return _checked(values, dict.fromkeys(values, ""))
-
-
-def _from_variables(environment: Mapping[str, str]) -> Any:
-    texts = {name: environment.get(key) for name, key in VARIABLES.items()}
-    missing = [VARIABLES[name] for name, text in texts.items() if not text]
-    if len(missing) == 3:
-        return None
-    if missing:
-        raise ValueError(
-            f"the variables of boostax launch are set without {' and '.join(missing)}; set all of "
-            f"{', '.join(VARIABLES.values())}, or none"
-        )
-    values: dict[str, Any] = dict(texts)
-    for name in ("num_processes", "process_id"):
-        if not re.fullmatch(r"\d+", values[name]):
-            raise ValueError(f"{VARIABLES[name]} must be a number, got {values[name]!r}")
-        values[name] = int(values[name])
-    return _checked(values, {name: f" (from {key})" for name, key in VARIABLES.items()})
-
-
-def _checked(values: Mapping[str, Any], origins: Mapping[str, str]) -> tuple[str, int, int]:
-    address = values["coordinator"]
-    if not isinstance(address, str):
-        raise TypeError(f"coordinator must be a str 'host:port', got {address!r}")
-    match = re.fullmatch(r"(\[[^\]]+\]|[^:\s/]+):(\d+)", address)
-    if match is None or not 1 <= int(match[2]) <= 65535:
-        raise ValueError(
-            f"coordinator{origins['coordinator']} must be 'host:port' with a port in 1 .. 65535, such "
-            f"as '10.0.0.1:1234', got {address!r}"
-        )
-    count = _at_least_one("num_processes", values["num_processes"])
-    index = _integer("process_id", values["process_id"])
-    if not 0 <= index < count:
-        raise ValueError(
-            f"process_id{origins['process_id']} must be in 0 .. {count - 1} with num_processes="
-            f"{count}, got {index}"
-        )
-    return address, count, index
-
-
-def _check_launchers(environment: Mapping[str, str]) -> None:
-    for variable, (name, what) in _LAUNCHERS.items():
-        size = environment.get(variable, "")
-        if size.isdigit() and int(size) > 1:
-            raise RuntimeError(
-                f"{variable}={size} says that this is one of {size} processes of {name}, and JAX does "
-                "not recognise them, so that each would train alone. Give coordinator, num_processes "
-                f"and process_id from {what}; with MPI, cluster='mpi4py' does it too"
-            )
-
-
-def _device_ids(value: Any) -> list[int] | None:
-    if value is None:
-        return None
-    if isinstance(value, (str, bytes, bool)):
-        raise TypeError(f"local_device_ids must be an int or ints, got {value!r}")
-    ids = [
-        _integer("local_device_ids", v) for v in (value if hasattr(value, "__iter__") else [value])
-    ]
-    if not ids or min(ids) < 0 or len(set(ids)) != len(ids):
-        raise ValueError(
-            f"local_device_ids must be one or more different numbers >= 0, got {value!r}"
-        )
-    return ids
-
-
-def _integer(name: str, value: Any) -> int:
-    try:
-        if not isinstance(value, bool):
-            return operator.index(value)
-    except TypeError:
-        pass
-    raise TypeError(f"{name} must be an int, got {value!r}")
-
-
-def _at_least_one(name: str, value: Any) -> int:
-    number = _integer(name, value)
-    if number < 1:
-        raise ValueError(f"{name} must be >= 1, got {number}")
-    return number

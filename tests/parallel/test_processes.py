@@ -175,6 +175,26 @@ def test_after_a_death_the_others_end_and_a_restart_goes_on_exactly(
         assert again[name].tobytes() == value.tobytes(), name
 
 
+def test_the_script_of_the_documentation_trains_and_goes_on(tmp_path):
+    script = str(ROOT / "docs" / "examples" / "several_processes.py")
+    command = [sys.executable, "-m", "boostax", "launch", "-n", "2", "--devices", "1", script]
+
+    def run():
+        done = subprocess.run(
+            [*command, str(tmp_path)],
+            env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return [line for line in done.stdout.splitlines() if line.startswith("step ")]
+
+    whole = run()
+    assert [line.split(":")[0] for line in whole] == ["step 10", "step 20", "step 30", "step 40"]
+    assert float(whole[-1].split()[-1]) < 0.1 * float(whole[0].split()[-1])
+    shutil.rmtree(tmp_path / "30")
+    shutil.rmtree(tmp_path / "40")
+    assert run() == whole[2:]
+
+
 def test_a_process_that_waits_for_nobody_ends_by_the_heartbeat(tmp_path):
     run = Run(tmp_path, 2, at="1:0", happens="die", busy="yes", heartbeat=6)
     run.processes[1].wait(PATIENCE)

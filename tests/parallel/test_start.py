@@ -8,7 +8,7 @@ import pytest
 
 import boostax.parallel
 from boostax.cli import main
-from boostax.parallel import Processes, processes, start
+from boostax.parallel import Processes, _start_arguments, processes, start
 from boostax.parallel.launch import free_port
 
 WHOLE = {"coordinator": "10.0.0.1:1234", "num_processes": 2, "process_id": 0}
@@ -17,7 +17,7 @@ WHOLE = {"coordinator": "10.0.0.1:1234", "num_processes": 2, "process_id": 0}
 @pytest.fixture(autouse=True)
 def _a_fresh_process(monkeypatch):
     monkeypatch.setattr(processes, "_STARTED", [])
-    for name in (*processes.VARIABLES.values(), *processes._LAUNCHERS):
+    for name in (*_start_arguments.VARIABLES.values(), *_start_arguments.LAUNCHERS):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -56,17 +56,17 @@ def test_wrong_arguments(arguments, error, part):
 
 
 def test_numpy_integers_are_integers():
-    given = processes._from_arguments("[::1]:1234", np.int64(2), np.int32(1))
+    given = _start_arguments.from_arguments("[::1]:1234", np.int64(2), np.int32(1))
     assert given == ("[::1]:1234", 2, 1)
     assert type(given[1]) is type(given[2]) is int
-    assert processes._device_ids(np.int64(3)) == [3]
-    assert processes._device_ids(np.array([2, 0])) == [2, 0]
+    assert _start_arguments.device_ids(np.int64(3)) == [3]
+    assert _start_arguments.device_ids(np.array([2, 0])) == [2, 0]
 
 
 def test_variables_of_the_launcher(monkeypatch):
-    assert processes._from_variables({}) is None
+    assert _start_arguments.from_variables({}) is None
     whole = {"BOOSTAX_COORDINATOR": "a:1", "BOOSTAX_NUM_PROCESSES": "4", "BOOSTAX_PROCESS_ID": "3"}
-    assert processes._from_variables(whole) == ("a:1", 4, 3)
+    assert _start_arguments.from_variables(whole) == ("a:1", 4, 3)
     for name, text, part in (
         ("BOOSTAX_COORDINATOR", "", "set without BOOSTAX_COORDINATOR;"),
         ("BOOSTAX_PROCESS_ID", "4", r"process_id \(from BOOSTAX_PROCESS_ID\) must be in 0 \.\. 3"),
@@ -78,7 +78,7 @@ def test_variables_of_the_launcher(monkeypatch):
         ),
     ):
         with pytest.raises(ValueError, match=part):
-            processes._from_variables({**whole, name: text})
+            _start_arguments.from_variables({**whole, name: text})
     monkeypatch.setenv("BOOSTAX_PROCESS_ID", "0")
     with pytest.raises(ValueError, match="without BOOSTAX_COORDINATOR and BOOSTAX_NUM_PROCESSES"):
         start()
