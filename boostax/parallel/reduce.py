@@ -31,17 +31,18 @@ class Reduce:
         """
         leaves, treedef = jax.tree.flatten(tree)
         taken = [i for i, leaf in enumerate(leaves) if _is_inexact(leaf)]
-        share = None
-        if self.op == "mean":
+        terms = [_wide(leaves[i]) for i in taken]
+        if self.op == "mean" and weight is not None:
             # w / sum(w) first: w * x could overflow where the mean does not.
-            share = 1 / self._size() if weight is None else shares(weight, self.axes)[0]
-        terms = [_scaled(leaves[i], share) for i in taken]
-        for i, total in zip(taken, lax.psum(terms, self.axes), strict=True):
+            share, _ = shares(weight, self.axes)
+            terms = [_share_of(term, share) for term in terms]
+        sums = lax.psum(terms, self.axes)
+        if self.op == "mean" and weight is None:
+            # Afterwards, where it is fused with what the optimizer does.
+            sums = [total * (1 / lax.axis_size(self.axes)) for total in sums]
+        for i, total in zip(taken, sums, strict=True):
             leaves[i] = total.astype(leaves[i].dtype)
         return treedef.unflatten(leaves)
-
-    def _size(self) -> int:
-        return lax.axis_size(self.axes)
 
 
 def shares(weight: Any, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
@@ -64,13 +65,12 @@ def any_device(flag: Any, axes: tuple[str, ...]) -> jax.Array:
     return lax.pmax(jnp.asarray(flag, jnp.int32), axes) > 0
 
 
-def _scaled(leaf: jax.Array, share: Any) -> jax.Array:
-    wide = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
-    if share is None:
-        return wide
-    if isinstance(share, float):
-        return wide * share
-    return jnp.where(share == 0, jnp.zeros_like(wide), wide * share.astype(wide.real.dtype))
+def _wide(leaf: jax.Array) -> jax.Array:
+    return leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+
+
+def _share_of(leaf: jax.Array, share: jax.Array) -> jax.Array:
+    return jnp.where(share == 0, jnp.zeros_like(leaf), leaf * share.astype(leaf.real.dtype))
 
 
 def _is_inexact(leaf: Any) -> bool:

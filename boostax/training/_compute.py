@@ -343,15 +343,17 @@ class StepFunction:
             stats = self._pooled(start, stats, weight)
         leaves, treedef = jax.tree.flatten(grads)
         own = [leaf for leaf, flag in zip(leaves, trained, strict=True) if flag]
+        # Without weights the devices' parts are of one size.
+        shared = weight if self._gives_weight else None
         if replicas.exchange == "step":
-            own = replicas.mean(own, weight)
+            own = replicas.mean(own, shared)
         elif self._gives_weight:
             own = [jnp.where(weight == 0, jnp.zeros_like(leaf), leaf) for leaf in own]
         supply = iter(own)
         leaves = [
             next(supply) if flag else leaf for leaf, flag in zip(leaves, trained, strict=True)
         ]
-        loss, metrics = replicas.mean((loss, _as_floats(aux.metrics)), weight)
+        loss, metrics = replicas.mean((loss, _as_floats(aux.metrics)), shared)
         return loss, aux.replace(metrics=metrics), treedef.unflatten(leaves), stats
 
     def _pooled(self, start: Any, new: Any, weight: jax.Array) -> Any:
