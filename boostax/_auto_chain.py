@@ -14,6 +14,7 @@ from boostax.errors import ConfigError
 from boostax.updates.centralize import centralize
 from boostax.updates.freeze import Freezing
 from boostax.updates.freeze_schedule import freeze_schedule
+from boostax.updates.local_steps import local_steps
 from boostax.updates.parameter_groups import parameter_groups
 
 if TYPE_CHECKING:
@@ -50,11 +51,19 @@ def base_optimizer(config: BoostConfig, tx: Any) -> optax.GradientTransformation
 
 
 def inner_chain(
-    config: BoostConfig, enabled: tuple[str, ...], base: Any, params: Any, model: Any
+    config: BoostConfig,
+    enabled: tuple[str, ...],
+    base: Any,
+    params: Any,
+    model: Any,
+    exchange: Any = None,
 ) -> Any:
-    """Return what stands inside the freeze: centralize, clip, the base optimizer."""
+    """Return what stands inside the freeze: exchange, centralize, clip, the base optimizer."""
     section, centralized = config.centralize, "centralize" in enabled
     before, after = [], []
+    steps = config.adasum.local_steps
+    if exchange is not None and steps == 1:
+        (before if config.adasum.on == "gradient" else after).append(exchange)
     if centralized:
         axes = None if section.axes is None else dict(section.axes.pairs)
         part = centralize(
@@ -64,6 +73,10 @@ def inner_chain(
         (before if section.on == "gradient" else after).append(part)
     clip = _clip(config.clip)
     before += [clip] if clip is not None else []
+    if exchange is not None and steps > 1:
+        outer = None if config.adasum.outer is None else config.adasum.outer.build()
+        inner = optax.chain(*before, base) if before else base
+        base, before = local_steps(inner, steps, exchange, outer=outer), []
     return optax.chain(*before, base, *after) if before or after else base
 
 

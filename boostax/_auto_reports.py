@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from boostax import rules
-from boostax.training.describe import format_table
+import optax
+from flax import nnx
+
+from boostax import _info, rules
+from boostax._auto_devices import device_notes
+from boostax.training.describe import format_table, order_line, parameter_fates
 
 if TYPE_CHECKING:
+    from boostax.auto import AutoBoost
     from boostax.config import BoostConfig
     from boostax.training.describe import ParameterFate, StepDescription
 
-__all__ = ["BoostDescription", "ModelReport", "chain_order"]
+__all__ = ["BoostDescription", "ModelReport", "chain_order", "describe_boost"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,15 +47,17 @@ class BoostDescription:
       order: the parts of the chain, outermost first.
       parameters: what happens to each parameter, where parameters were given.
       step: the compiled step's costs, where a step, a state and a batch were given.
+      notes: which devices AdaSum combines, where it is on.
     """
 
     resolution: rules.Resolution
     order: tuple[str, ...]
     parameters: tuple[ParameterFate, ...] = ()
     step: StepDescription | None = None
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        parts = [str(self.resolution)]
+        parts = ["\n".join([str(self.resolution), *(f"note: {note}" for note in self.notes)])]
         if self.step is not None:
             return "\n\n".join([*parts, str(self.step)])
         lines = ["order of the chain (outermost first)"]
@@ -71,15 +79,68 @@ def chain_order(config: BoostConfig, enabled: tuple[str, ...]) -> tuple[str, ...
     there = {
         "accumulate": "grad_accumulation" in enabled and config.has_window,
         "freeze": "grad_freeze" in enabled,
+        "adasum": "adasum" in enabled and config.adasum.on == "gradient",
         "centralize": "centralize" in enabled and config.centralize.on == "gradient",
         "clip": clip,
         "optimizer": True,
         "centralize_update": "centralize" in enabled and config.centralize.on == "update",
+        "local_steps": "adasum" in enabled and config.adasum.local_steps > 1,
+        "adasum_update": "adasum" in enabled and config.adasum.on == "update",
     }
-    whys = {} if there["accumulate"] else {"clip": "on the gradient of the trainable leaves"}
+    mean = "the window's mean gradient" if there["accumulate"] else "the gradient"
+    combined = ", combined by AdaSum" if there["adasum"] else ""
+    combined += ", each device's own" if there["adasum_update"] else ""
+    whys = {"clip": f"on {mean} of the trainable leaves{combined}"}
+    if there["local_steps"]:
+        whys["adasum_update"] = "on what the devices have moved, at every exchange"
     names = {"optimizer": config.optimizer.name if config.optimizer else "your optimizer"}
     return tuple(
         f"{names.get(place.part, place.part)}: {whys.get(place.part, place.why)}"
         for place in rules.ORDER
         if there[place.part]
     )
+
+
+def describe_boost(
+    boost: AutoBoost,
+    resolution_of: Callable[[Any], rules.Resolution],
+    params: Any,
+    tx: Any,
+    running: tuple[Any, Any, Any],
+    order: Sequence[str] | None,
+    extra: Mapping[str, Any],
+) -> BoostDescription:
+    """Do the work of :meth:`AutoBoost.describe`; ``running`` is the step, its state and a batch."""
+    step, state, batch = running
+    given = [
+        name for name, v in (("step", step), ("state", state), ("batch", batch)) if v is not None
+    ]
+    if given and len(given) < 3:
+        raise ValueError(f"describe: step, state and batch go together, got only {given}")
+    if step is not None:
+        told = step.describe(state, batch, **extra)
+        resolution = resolution_of(step.tx)
+        replicas = step.settings.replicas
+        notes = ()
+        if "adasum" in resolution.enabled and replicas is not None:
+            notes = device_notes(boost.config, replicas.mesh, state.params)
+        return BoostDescription(resolution, told.order, told.parameters, told, notes)
+    if isinstance(params, nnx.Module):
+        model, params = params, nnx.state(params, nnx.Param)
+    else:
+        model = params
+    if tx is None and params is not None:
+        base = None if boost.config.optimizer is not None else optax.identity()
+        tx = boost.optimizer(base, model, order=order)
+    if tx is None:
+        notes = device_notes(boost.config, None) if "adasum" in boost.enabled else ()
+        lines = chain_order(boost.config, boost.enabled)
+        return BoostDescription(boost.resolution, lines, notes=notes)
+    infos = list(_info.walk(tx))
+    lines = tuple(order_line(info) for info in infos)
+    fates = () if params is None else parameter_fates(infos, params)
+    resolution = resolution_of(tx)
+    notes = ()
+    if "adasum" in resolution.enabled:
+        notes = device_notes(boost.config, None, params)
+    return BoostDescription(resolution, lines, fates, notes=notes)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from boostax._config_catalogue import accepts, catalogue, limits
-from boostax._config_sections import INT32, Pairs
+from boostax._config_types import INT32, Pairs
 from boostax.errors import did_you_mean
 
 

@@ -42,10 +42,19 @@ def notes(
             f"{states['grad_accumulation'].state}"
         )
     notes += [
-        f"common.{key} is accepted and has no effect: no technique that uses it is built yet"
+        f"common.{key} is accepted and has no effect on training: adasum is {states['adasum'].state}"
         for key in ("gradient_split_groups", "device_number")
-        if key in config.given("common")
+        if key in config.given("common") and "adasum" not in resolution.enabled
     ]
+    if (
+        "adasum" in resolution.enabled
+        and config.adasum.granularity == "tree"
+        and "gradient_split_groups" in config.given("common")
+    ):
+        notes.append(
+            "common.gradient_split_groups is accepted and has no effect: with adasum.granularity = "
+            "'tree' all leaves travel together"
+        )
     if "grad_accumulation" in resolution.enabled:
         if not config.has_window and config.grad_accumulation.microbatch == 1:
             notes.append(

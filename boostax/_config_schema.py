@@ -72,6 +72,11 @@ def json_schema() -> dict[str, Any]:
         "$ref": "#/$defs/optimizer",
         "description": "The base optimizer: any of optax or optax.contrib by name, with its arguments.",
     }
+    outer = SECTIONS["adasum"].model_fields["outer"].description
+    definitions["AdaSum"]["properties"]["outer"] = {
+        "$ref": "#/$defs/optimizer",
+        "description": outer,
+    }
     # Editors find the schema by this key of the file itself; load_config passes over it.
     schema["properties"]["$schema"] = {"type": "string"}
     return {

@@ -1,84 +1,43 @@
 """The sections of a config: every key with its type, range, default and meaning.
 
 The sections ``boost``, ``common``, ``less_bn``, ``grad_freeze``, ``grad_accumulation`` and
-``dim_reduce`` have the keys and defaults of mindspore.boost's ``boost_config_dict``. Keys that
-boostax adds default to None where they would compete with one of those.
+``dim_reduce`` have the keys of mindspore.boost's ``boost_config_dict``, and its defaults but for
+``common.device_number``. Keys that boostax adds default to None where they would compete with one
+of those.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field
 from pydantic.json_schema import SkipJsonSchema
 
-INT32 = 2**31 - 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Allowed:
-    """What a field takes, in words, for the message about a wrong value."""
-
-    text: str
-
-
-_EVERY = Allowed(
-    "an integer of at least 1, or (not in JSON) a function from the update count to one"
+from boostax._config_named import Named
+from boostax._config_types import (
+    EVERY,
+    FRACTION,
+    INT32,
+    Allowed,
+    AxisName,
+    Count,
+    Every,
+    Flag,
+    Fraction,
+    FreezeType,
+    NotNegative,
+    OpenFraction,
+    OptionalPath,
+    OptionalPositive,
+    Pairs,
+    Pattern,
+    Section,
+    Seed,
+    Stats,
+    one_of,
 )
-_FRACTION = Allowed("a number from 0 to 1")
-
-
-@dataclasses.dataclass(frozen=True)
-class Pairs:
-    """A dict as pairs, so that it can be hashed."""
-
-    pairs: tuple[tuple[Any, Any], ...]
-
-
-def _function(value: Callable[..., Any]) -> Callable[..., Any]:
-    if isinstance(value, type):  # int(5) and the like would be called without complaint
-        raise ValueError("a class is no function")
-    return value
-
-
-Flag = Annotated[bool, Allowed("true or false")]
-Count = Annotated[int, Field(ge=1, le=INT32), Allowed(f"an integer from 1 to {INT32}")]
-Seed = Annotated[int, Field(ge=0, le=2**32 - 1), Allowed(f"an integer from 0 to {2**32 - 1}")]
-Fraction = Annotated[float, Field(ge=0, le=1), _FRACTION]
-OpenFraction = Annotated[float, Field(gt=0, lt=1), Allowed("a number above 0 and below 1")]
-NotNegative = Annotated[float, Field(ge=0), Allowed("a number of at least 0")]
-Positive = Annotated[float, Field(gt=0), Allowed("a number above 0")]
-Every = Annotated[
-    Count | SkipJsonSchema[Annotated[Callable[..., Any], pydantic.AfterValidator(_function)]],
-    _EVERY,
-]
-Pattern = Annotated[str, Field(min_length=1)]
-OptionalPath = Annotated[str | None, Allowed("text (a path) or null")]
-OptionalPositive = Annotated[Positive | None, Allowed("a number above 0")]
-
-
-def _one_of(*names: str) -> Allowed:
-    return Allowed("one of " + ", ".join(repr(n) for n in names))
-
-
-Stats = Annotated[Literal["per_window", "per_micro"], _one_of("per_window", "per_micro")]
-FreezeType = Annotated[int, Field(ge=0, le=1), Allowed("0 (continuous) or 1 (interval)")]
-
-
-class Section(pydantic.BaseModel):
-    """A frozen part of the config that takes no other keys and converts nothing."""
-
-    model_config = pydantic.ConfigDict(
-        extra="forbid",
-        frozen=True,
-        strict=True,
-        allow_inf_nan=False,
-        arbitrary_types_allowed=True,
-    )
 
 
 class Boost(Section):
@@ -86,7 +45,7 @@ class Boost(Section):
 
     mode: Annotated[
         Literal["auto", "manual", "enable_all", "disable_all"],
-        _one_of("auto", "manual", "enable_all", "disable_all"),
+        one_of("auto", "manual", "enable_all", "disable_all"),
     ] = Field(
         default="auto",
         description="auto: the level decides; manual: the flags decide, at every level; "
@@ -117,9 +76,17 @@ class Common(Section):
     gradient_split_groups: Annotated[
         Annotated[int, Field(ge=1)] | tuple[Annotated[int, Field(ge=1)], ...],
         Allowed("an integer, or a list of increasing integers, of at least 1"),
-    ] = Field(default=(50, 100), description="Where the gradient exchange is split into buckets.")
-    device_number: Count = Field(default=8, description="Devices that one machine has.")
-    grad_accumulation_step: Annotated[Every | None, _EVERY] = Field(
+    ] = Field(
+        default=(50, 100),
+        description="Leaf counts, in forward order, where the exchange between devices is cut into "
+        "buffers.",
+    )
+    device_number: Annotated[Count | None, Allowed(f"an integer from 1 to {INT32}")] = Field(
+        default=None,
+        description="Devices of a group, for AdaSum: the mean inside a group, AdaSum between "
+        "groups. It must divide the number of devices. Default: the devices of one process.",
+    )
+    grad_accumulation_step: Annotated[Every | None, EVERY] = Field(
         default=None,
         description="Micro-batches per update; the same as grad_accumulation.every.",
     )
@@ -131,6 +98,12 @@ class Common(Section):
         if any(a >= b for a, b in itertools.pairwise(points)):
             raise ValueError("not increasing")
         return points
+
+    @property
+    def split_points(self) -> tuple[int, ...]:
+        """The split points as a tuple."""
+        points = self.gradient_split_groups
+        return (points,) if isinstance(points, int) else points
 
 
 class LessBN(Section):
@@ -153,15 +126,15 @@ class GradFreeze(Section):
         "full_fraction.",
     )
     total_steps: Count = Field(default=65536, description="Updates of the whole training.")
-    full_fraction: Annotated[Fraction | None, _FRACTION] = Field(
+    full_fraction: Annotated[Fraction | None, FRACTION] = Field(
         default=None,
         description="Share of the steps in which nothing is frozen; instead of freeze_p.",
     )
     kind: Annotated[
-        Literal["continuous", "interval", "ramp"] | None, _one_of("continuous", "interval", "ramp")
+        Literal["continuous", "interval", "ramp"] | None, one_of("continuous", "interval", "ramp")
     ] = Field(default=None, description="The schedule; instead of freeze_type.")
     seed: Seed = Field(default=0, description="Seed of the interval schedule.")
-    by: Annotated[Literal["count", "parameters"], _one_of("count", "parameters")] = Field(
+    by: Annotated[Literal["count", "parameters"], one_of("count", "parameters")] = Field(
         default="count",
         description="Groups of equally many layers, or of about equally many parameters.",
     )
@@ -186,18 +159,18 @@ class GradFreeze(Section):
 class GradAccumulation(Section):
     """Accumulation over steps, and micro-batches inside one step."""
 
-    grad_accumulation_step: Annotated[Every | None, _EVERY] = Field(
+    grad_accumulation_step: Annotated[Every | None, EVERY] = Field(
         default=None, description="Micro-batches per update; boostax's own name is every."
     )
-    every: Annotated[Every | None, _EVERY] = Field(
+    every: Annotated[Every | None, EVERY] = Field(
         default=None, description="Calls per update. Default: 1."
     )
-    reduce: Annotated[Literal["mean", "sum"], _one_of("mean", "sum")] = Field(
+    reduce: Annotated[Literal["mean", "sum"], one_of("mean", "sum")] = Field(
         default="mean", description="How a window's gradients are combined."
     )
     nonfinite: Annotated[
         Literal["skip_micro", "skip_window", "off"] | None,
-        _one_of("skip_micro", "skip_window", "off"),
+        one_of("skip_micro", "skip_window", "off"),
     ] = Field(
         default=None,
         description="What a NaN or inf in a micro-batch does; a value here holds at every = 1 as "
@@ -218,12 +191,12 @@ class GradAccumulation(Section):
 class Centralize(Section):
     """Gradient centralization."""
 
-    on: Annotated[Literal["gradient", "update"], _one_of("gradient", "update")] = Field(
+    on: Annotated[Literal["gradient", "update"], one_of("gradient", "update")] = Field(
         default="gradient",
         description="Centralize the gradient, or the final update (advised for Adam-like "
         "optimizers).",
     )
-    layers: Annotated[Literal["conv_and_dense", "conv"], _one_of("conv_and_dense", "conv")] = Field(
+    layers: Annotated[Literal["conv_and_dense", "conv"], one_of("conv_and_dense", "conv")] = Field(
         default="conv_and_dense", description="Which kernels are centralized."
     )
     axes: Annotated[
@@ -242,7 +215,7 @@ class Centralize(Section):
         ),
         Allowed("an object from path patterns to an input axis or a list of them"),
     ] = Field(default=None, description="Input axes of leaves whose layer can't be read.")
-    unreadable: Annotated[Literal["error", "skip"], _one_of("error", "skip")] = Field(
+    unreadable: Annotated[Literal["error", "skip"], one_of("error", "skip")] = Field(
         default="error", description="What happens where no axes are known."
     )
 
@@ -257,6 +230,44 @@ class Centralize(Section):
         if not all(type(axis) is int for group in axes.values() for axis in group):
             raise ValueError("axes are integers")
         return Pairs(tuple(axes.items()))
+
+
+class AdaSum(Section):
+    """AdaSum between devices."""
+
+    on: Annotated[Literal["gradient", "update"], one_of("gradient", "update")] = Field(
+        default="gradient",
+        description="Combine the gradients ahead of the optimizer, or the final updates, where "
+        "each device keeps moments of its own.",
+    )
+    granularity: Annotated[Literal["leaf", "tree"], one_of("leaf", "tree")] = Field(
+        default="leaf", description="Coefficients for each leaf, or one pair for all."
+    )
+    algorithm: Annotated[Literal["halving", "gather"], one_of("halving", "gather")] = Field(
+        default="halving",
+        description="How the devices exchange: halving sends the least, gather is one operation, "
+        "for small models.",
+    )
+    local_steps: Count = Field(
+        default=1,
+        description="Updates that each device makes alone between two exchanges; more than 1 needs "
+        "on = update.",
+    )
+    outer: SkipJsonSchema[
+        Annotated[Named | None, Allowed("an optimizer by name, as in the section optimizer")]
+    ] = Field(
+        default=None,
+        description="Optimizer of the common parameters, which is given what the exchange moved; "
+        "needs local_steps above 1. By name and arguments, as in the section optimizer.",
+    )
+    axis_name: AxisName = Field(
+        default=None,
+        description="Axis of your own mesh that AdaSum goes over. Default: the axes of boost.mesh.",
+    )
+    inner_axis: AxisName = Field(
+        default=None,
+        description="Axis of your own mesh that the mean is taken over before, beside axis_name.",
+    )
 
 
 class DimReduce(Section):
@@ -294,7 +305,7 @@ class Compare(Section):
     name: Annotated[str | None, Allowed("text")] = Field(
         default=None, description="The arm's name; default: the file's."
     )
-    level: Annotated[Literal["O0", "O1", "O2"] | None, _one_of("O0", "O1", "O2")] = Field(
+    level: Annotated[Literal["O0", "O1", "O2"] | None, one_of("O0", "O1", "O2")] = Field(
         default=None, description="The arm's level; default: O0."
     )
     learning_rate: OptionalPositive = Field(
@@ -309,12 +320,15 @@ SECTIONS: dict[str, type[Section]] = {
     "grad_freeze": GradFreeze,
     "grad_accumulation": GradAccumulation,
     "centralize": Centralize,
+    "adasum": AdaSum,
     "dim_reduce": DimReduce,
     "clip": Clip,
     "compare": Compare,
 }
 # Keys whose None default only says "not given"; a null in a config is a fault for them.
 NULLABLE = {("dim_reduce", "pca_mat_path"), ("dim_reduce", "weight_load_dir")}
+# Keys that take an optimizer by name.
+BY_NAME = {("adasum", "outer")}
 # At most one key of each tuple may be given.
 ALTERNATIVES: tuple[tuple[tuple[str, str], ...], ...] = (
     (("grad_freeze", "freeze_p"), ("grad_freeze", "full_fraction")),

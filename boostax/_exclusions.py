@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from boostax.config import BoostConfig
 
-__all__ = ["EXCLUSIONS", "NEEDS_VALUE", "WINDOWS", "Exclusion"]
+__all__ = ["EXCLUSIONS", "LINE_SEARCHES", "NEEDS_VALUE", "WINDOWS", "Exclusion"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,11 +31,15 @@ class Exclusion:
 
 
 # Parts of optax that evaluate the loss at trial points.
-_LINE_SEARCHES = frozenset({"scale_by_zoom_linesearch", "scale_by_backtracking_linesearch"})
+LINE_SEARCHES = frozenset({"scale_by_zoom_linesearch", "scale_by_backtracking_linesearch"})
 # A base optimizer that updates only once in several calls by itself.
 WINDOWS = frozenset({"MultiSteps", "accumulate"})
+# What exchanges between devices by itself.
+_EXCHANGES = frozenset({"adasum", "all_reduce", "local_steps"})
+# Parts of optax whose step is as long as the loss over the gradient's norm says.
+_LOSS_BY_NORM = frozenset({"scale_by_polyak", "momo", "momo_adam"})
 # Parts of optax whose update takes the loss; a window averages it by weight.
-NEEDS_VALUE = frozenset({"scale_by_polyak", "momo", "momo_adam", "reduce_on_plateau"})
+NEEDS_VALUE = _LOSS_BY_NORM | {"reduce_on_plateau"}
 
 EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion(
@@ -51,6 +55,14 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "combining the devices' deltas would change the point that the line search accepted",
     ),
     Exclusion(
+        "adasum",
+        "grad_freeze",
+        "with local steps a leaf that gets frozen between two exchanges would stay, on each device, "
+        "where that device has moved it, and the common parameters would not learn of it; set "
+        "adasum.local_steps = 1",
+        lambda config, parts: config.adasum.local_steps > 1,
+    ),
+    Exclusion(
         "dim_reduce",
         "centralize",
         "centralizing the final update would change the point that the line search accepted; "
@@ -62,7 +74,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "grad_accumulation",
         "its line search needs the loss of the whole window, and a window across steps keeps only "
         "the last micro-batch; use grad_accumulation.microbatch with every = 1",
-        lambda config, parts: bool(parts & _LINE_SEARCHES) and config.has_window,
+        lambda config, parts: bool(parts & LINE_SEARCHES) and config.has_window,
     ),
     Exclusion(
         "optimizer",
@@ -98,6 +110,55 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "centralize",
         "centralizing the final update would change the point that its line search accepted; "
         'use centralize.on = "gradient"',
-        lambda config, parts: bool(parts & _LINE_SEARCHES) and config.centralize.on == "update",
+        lambda config, parts: bool(parts & LINE_SEARCHES) and config.centralize.on == "update",
+    ),
+    Exclusion(
+        "optimizer",
+        "adasum",
+        "it exchanges between devices already; pass the optimizer that is inside it",
+        lambda config, parts: bool(parts & _EXCHANGES),
+    ),
+    Exclusion(
+        "optimizer",
+        "adasum",
+        "it accumulates by itself (optax.MultiSteps or boostax.accumulate), and the devices would "
+        "exchange at each call instead of once a window; pass the optimizer that is inside it, and "
+        "let grad_accumulation.every make the window",
+        lambda config, parts: bool(parts & WINDOWS),
+    ),
+    Exclusion(
+        "optimizer",
+        "adasum",
+        "it holds boostax.freeze already, and an exchange around it would send the frozen leaves "
+        "too; pass the optimizer that is inside it, and let grad_freeze freeze",
+        lambda config, parts: "freeze" in parts,
+    ),
+    Exclusion(
+        "optimizer",
+        "adasum",
+        "its line search takes the slope from each device's own gradient, so that the devices would "
+        "end at different points; without adasum the devices' mean is searched along",
+        lambda config, parts: bool(parts & LINE_SEARCHES) and config.adasum.on == "gradient",
+    ),
+    Exclusion(
+        "optimizer",
+        "adasum",
+        "on each device its line search would go along a line of its own and wait for the others' "
+        "loss, and combining the devices' updates would change the point that it accepted",
+        lambda config, parts: bool(parts & LINE_SEARCHES) and config.adasum.on == "update",
+    ),
+    Exclusion(
+        "optimizer",
+        "adasum",
+        "the curvature pairs of L-BFGS are differences of one function's gradients, and what AdaSum "
+        "makes of the devices' gradients is no function's",
+        lambda config, parts: "scale_by_lbfgs" in parts and config.adasum.on == "gradient",
+    ),
+    Exclusion(
+        "optimizer",
+        "adasum",
+        "its step is as long as the loss over the gradient's norm says, and the loss is that of all "
+        'devices, the gradient each device\'s own; use adasum.on = "gradient"',
+        lambda config, parts: bool(parts & _LOSS_BY_NORM) and config.adasum.on == "update",
     ),
 )

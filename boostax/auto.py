@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import optax
 from flax import nnx
+from jax.sharding import Mesh
 
 from boostax import _info, rules
 from boostax._auto_chain import base_optimizer, inner_chain, make_freezing
-from boostax._auto_reports import BoostDescription, ModelReport, chain_order
+from boostax._auto_devices import check_mesh, exchange_part, mesh_of, needs_order
+from boostax._auto_reports import BoostDescription, ModelReport, describe_boost
 from boostax.config import BoostConfig, load_config
 from boostax.gradients.forward_order import forward_order
 from boostax.training._start import typed_key
-from boostax.training.describe import order_line, parameter_fates
 from boostax.training.state import TrainState
 from boostax.training.step import TrainStep, train_step
 from boostax.updates.accumulate import accumulate
@@ -23,7 +25,12 @@ from boostax.updates.freeze import freeze
 __all__ = ["AutoBoost", "BoostDescription", "ModelReport"]
 
 # What the chain must hold for a technique that is on: technique -> part.
-_PARTS = {"grad_freeze": "freeze", "centralize": "centralize", "grad_accumulation": "accumulate"}
+_PARTS = {
+    "grad_freeze": "freeze",
+    "adasum": "adasum",
+    "centralize": "centralize",
+    "grad_accumulation": "accumulate",
+}
 
 
 class AutoBoost:
@@ -33,8 +40,8 @@ class AutoBoost:
 
     Args:
       level: ``"O0"`` (nothing), ``"O1"`` (less_bn and grad_freeze, with gradient centralization)
-        or ``"O2"`` (adasum too). Decides in the config's mode ``auto``. A level applies what has
-        been built; ``describe`` names what is missing. Default ``"O0"``.
+        or ``"O2"`` (adasum too, over all devices). Decides in the config's mode ``auto``. A level
+        applies what has been built; ``describe`` names what is missing. Default ``"O0"``.
       config: what :func:`boostax.load_config` takes. Default None: the defaults.
 
     Attributes:
@@ -86,6 +93,19 @@ class AutoBoost:
         """Flags that were overridden, techniques not built yet, sections without effect."""
         return (*self._missing(), *self.resolution.notes)
 
+    @functools.cached_property
+    def mesh(self) -> Mesh:
+        """The mesh that the config means: all devices in groups of ``common.device_number``.
+
+        The same as :func:`boostax.parallel.data_mesh`; made when first asked for, which starts JAX's
+        backend. :meth:`train_step` runs on it where adasum is on.
+
+        Raises:
+          ConfigError: ``common.device_number`` does not divide the number of devices, or
+            ``adasum.axis_name`` is set, so that you pass a mesh of your own.
+        """
+        return mesh_of(self.config)
+
     def model(
         self, model: Any, *example_inputs: Any, inference: bool = False
     ) -> tuple[Any, ModelReport]:
@@ -112,8 +132,9 @@ class AutoBoost:
     ) -> optax.GradientTransformationExtraArgs:
         """Compose the transformations that are on around a base optimizer.
 
-        ``accumulate(freeze(chain(centralize, clip, tx)))``, or with ``centralize.on = "update"``
-        ``accumulate(freeze(chain(clip, tx, centralize)))``, without what is off.
+        ``accumulate(freeze(chain(adasum, centralize, clip, tx)))``, without what is off. With
+        ``centralize.on = "update"`` centralize stands behind ``tx``, with ``adasum.on = "update"``
+        adasum does, between the two.
 
         Args:
           tx: the base optimizer. Default None: the one that the config's section ``optimizer``
@@ -121,7 +142,8 @@ class AutoBoost:
           params: the parameters, or the nnx model, that will be trained; arrays or
             ``ShapeDtypeStruct`` leaves. Needed where grad_freeze or centralize is on.
           order: every leaf's path in forward order, from :func:`boostax.forward_order`, for
-            freezing. Default None: natural order, where the names tell it.
+            freezing and for the buffers that AdaSum sends. Default None: natural order, where the
+            names tell it.
           wrt: nnx filter of the trained leaves, where ``params`` is a model. Default None:
             ``nnx.Param``.
 
@@ -131,7 +153,8 @@ class AutoBoost:
         Raises:
           ConfigError: neither or both of ``tx`` and the section ``optimizer`` are given, or the
             optimizer does not go with what is on (in mode ``enable_all`` that is left out
-            instead), or the config asks for more groups than there are layers.
+            instead), or the config asks for more groups than there are layers, or
+            ``common.device_number`` does not divide the number of devices.
           TypeError: ``tx`` is not a transformation.
           ValueError: ``params`` is missing, or the order of its layers can't be told.
         """
@@ -149,7 +172,10 @@ class AutoBoost:
         model = params if isinstance(params, nnx.Module) else None
         if model is not None:
             params = nnx.state(model, nnx.Param if wrt is None else wrt)
-        inner = inner_chain(self.config, enabled, base, params, model)
+        exchange = None
+        if "adasum" in enabled:
+            exchange = exchange_part(self.config, self._own_mesh(), params, order)
+        inner = inner_chain(self.config, enabled, base, params, model, exchange)
         if "grad_freeze" in enabled:
             inner = freeze(inner, make_freezing(self.config.grad_freeze, params, order))
         if "grad_accumulation" in enabled and self.config.has_window:
@@ -171,18 +197,20 @@ class AutoBoost:
           loss_fn: the loss, by the contract of :func:`boostax.train_step`.
           tx: what :meth:`optimizer` returned.
           **settings: any keyword of :func:`boostax.train_step`; each wins over the config's
-            ``microbatch``, ``stats`` and ``batch_norm_momentum``.
+            ``microbatch``, ``stats`` and ``batch_norm_momentum``. Where adasum is on, ``mesh`` is
+            by default :attr:`mesh`.
 
         Returns:
           The step, with ``init``, ``describe`` and ``step(state, batch)``.
 
         Raises:
-          ValueError: ``tx`` lacks a technique that is on.
+          ValueError: ``tx`` lacks a technique that is on, or ``adasum.axis_name`` is set and
+            ``mesh`` is missing.
         """
         enabled = self._resolution_of(tx).enabled
         for name in self._absent(tx, enabled):
             raise ValueError(
-                f"train_step: {name} is on, but tx holds no {_PARTS[name]}; pass what "
+                f"train_step: {name} is on, but tx holds no {self._part(name)}; pass what "
                 "boost.optimizer(tx, params) returned"
             )
         if "grad_accumulation" in enabled:
@@ -192,6 +220,10 @@ class AutoBoost:
                 "stats": section.stats,
                 "batch_norm_momentum": section.batch_norm_momentum,
             } | settings
+        if "adasum" in enabled:
+            mesh = settings.get("mesh")
+            settings["mesh"] = self._own_mesh() if mesh is None else mesh
+            check_mesh(self.config, tx, settings["mesh"])
         return train_step(loss_fn, tx, **settings)
 
     def start(
@@ -237,7 +269,7 @@ class AutoBoost:
           4.0
         """
         order = None
-        if "grad_freeze" in self.enabled and self.config.grad_freeze.patterns is None:
+        if needs_order(self.config, self.enabled, model_or_params, settings.get("wrt")):
             order = forward_order(
                 loss_fn,
                 model_or_params,
@@ -281,30 +313,13 @@ class AutoBoost:
         Raises:
           ValueError: only some of ``step``, ``state`` and ``batch`` are given.
         """
-        given = [
-            name
-            for name, v in (("step", step), ("state", state), ("batch", batch))
-            if v is not None
-        ]
-        if given and len(given) < 3:
-            raise ValueError(f"describe: step, state and batch go together, got only {given}")
-        if step is not None:
-            told = step.describe(state, batch, **extra)
-            resolution = self._resolution_of(step.tx)
-            return BoostDescription(resolution, told.order, told.parameters, told)
-        if isinstance(params, nnx.Module):
-            model, params = params, nnx.state(params, nnx.Param)
-        else:
-            model = params
-        if tx is None and params is not None:
-            base = None if self.config.optimizer is not None else optax.identity()
-            tx = self.optimizer(base, model, order=order)
-        if tx is None:
-            return BoostDescription(self.resolution, chain_order(self.config, self.enabled))
-        infos = list(_info.walk(tx))
-        lines = tuple(order_line(info) for info in infos)
-        fates = () if params is None else parameter_fates(infos, params)
-        return BoostDescription(self._resolution_of(tx), lines, fates)
+        return describe_boost(
+            self, self._resolution_of, params, tx, (step, state, batch), order, extra
+        )
+
+    def _own_mesh(self) -> Mesh | None:
+        """Return the mesh that the config means, or None where the user brings one."""
+        return self.mesh if self.config.adasum.axis_name is None else None
 
     def _resolution_of(self, tx: Any) -> rules.Resolution:
         """Return the resolution as it is in ``tx``: ``enable_all`` leaves out what clashes."""
@@ -325,8 +340,15 @@ class AutoBoost:
             for name in enabled
             if name in _PARTS
             and (name != "grad_accumulation" or self.config.has_window)
-            and _info.find(tx, _PARTS[name]) is None
+            and _info.find(tx, self._part(name)) is None
         ]
+
+    def _part(self, name: str) -> str:
+        return (
+            "local_steps"
+            if name == "adasum" and self.config.adasum.local_steps > 1
+            else _PARTS[name]
+        )
 
     def _missing(self, seam: str | None = None) -> list[str]:
         return [

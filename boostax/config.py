@@ -1,7 +1,7 @@
 """The config: one object that says which techniques are used and how.
 
 A config is a dict or a JSON file with the sections and keys of mindspore.boost's
-``boost_config_dict`` and a few of our own (``optimizer``, ``clip``, ``centralize``). It is checked
+``boost_config_dict`` and a few of our own (``optimizer``, ``clip``, ``adasum``...). It is checked
 strictly: every fault is listed, with its JSON path, in one :class:`ConfigError`. Reading a config
 never runs code from it, opens a connection or unpickles anything.
 """
@@ -16,13 +16,15 @@ from typing import Any
 import pydantic
 from pydantic.json_schema import SkipJsonSchema
 
+from boostax._config_checks import together
 from boostax._config_json import parse_json, repeated
 from boostax._config_named import Fault, Named, parse, plain, show
 from boostax._config_sections import (
     ALTERNATIVES,
+    BY_NAME,
     NULLABLE,
     SECTIONS,
-    Allowed,
+    AdaSum,
     Boost,
     Centralize,
     Clip,
@@ -33,6 +35,7 @@ from boostax._config_sections import (
     GradFreeze,
     LessBN,
 )
+from boostax._config_types import Allowed
 from boostax.errors import ConfigError, did_you_mean
 
 __all__ = ["BoostConfig", "load_config"]
@@ -53,6 +56,7 @@ class BoostConfig(pydantic.BaseModel):
       grad_freeze: the groups and the schedule of freezing.
       grad_accumulation: windows over steps, and micro-batches inside one.
       centralize: where and on which layers gradients are centralized.
+      adasum: what AdaSum combines, how, and over which axes.
       dim_reduce: training in a reduced space.
       clip: clipping of the gradient.
       compare: name and level of an arm of ``boostax compare``; changes nothing else.
@@ -77,6 +81,7 @@ class BoostConfig(pydantic.BaseModel):
     grad_freeze: GradFreeze = GradFreeze()
     grad_accumulation: GradAccumulation = GradAccumulation()
     centralize: Centralize = Centralize()
+    adasum: AdaSum = AdaSum()
     dim_reduce: DimReduce = DimReduce()
     clip: Clip = Clip()
     compare: Compare = Compare()
@@ -260,7 +265,8 @@ def _read(raw: Mapping[Any, Any]) -> tuple[dict[str, Any], list[Fault]]:
             Fault(path, f"says the same as {given[0]}; give one of them") for path in given[1:]
         ]
     # Faulty values are their defaults by now, so that the rules can list their faults as well.
-    faults += rules.faults(BoostConfig.model_construct(**sections))
+    config = BoostConfig.model_construct(**sections)
+    faults += together(config) + rules.faults(config)
     return sections, faults
 
 
@@ -270,12 +276,12 @@ def _mapping(value: Any) -> Mapping[Any, Any] | None:
     return value if isinstance(value, Mapping) else None
 
 
-def _read_optimizer(value: Any) -> tuple[Named | None, list[Fault]]:
+def _read_optimizer(value: Any, path: str = "optimizer") -> tuple[Named | None, list[Fault]]:
     if value is None:
-        return None, [Fault("optimizer", "got null; leave the section out to bring an optimizer")]
+        return None, [Fault(path, "got null; leave the section out to bring an optimizer")]
     if isinstance(value, Named):
         return value, []
-    return parse(value, "optimizer", "optimizer")
+    return parse(value, path, "optimizer")
 
 
 def _read_section(name: str, value: Any) -> tuple[Any, list[Fault]]:
@@ -291,10 +297,16 @@ def _read_section(name: str, value: Any) -> tuple[Any, list[Fault]]:
             faults[key] = _unknown(f"{name}.{key}", key, section.model_fields, "key")
         elif entry is None and (name, key) not in NULLABLE:
             faults[key] = Fault(f"{name}.{key}", f"got null; allowed: {_allowed(name, key)}")
+    found: list[Fault] = []
+    named: dict[str, Any] = {}
+    for key in [key for key in raw if (name, key) in BY_NAME and key not in faults]:
+        named[key], new = _read_optimizer(raw[key], f"{name}.{key}")
+        found += new
+    raw = {**raw, **named}
     for _ in range(2):
         try:
             right = {str(k): v for k, v in raw.items() if k not in faults}
-            return section.model_validate(right), list(faults.values())
+            return section.model_validate(right), [*faults.values(), *found]
         except pydantic.ValidationError as error:
             for entry in error.errors(include_url=False):
                 key = str(entry["loc"][0])

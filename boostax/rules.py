@@ -57,7 +57,7 @@ TECHNIQUES: dict[str, Technique] = {
         Technique("grad_freeze", "update", True, "freezes a varying prefix of the layers"),
         Technique("grad_accumulation", "update", True, "updates once per window of micro-batches"),
         Technique("centralize", "update", True, "removes the mean of each unit's gradient"),
-        Technique("adasum", "update", False, "combines the devices' gradients by AdaSum"),
+        Technique("adasum", "update", True, "combines the devices' gradients by AdaSum"),
         Technique("dim_reduce", "update", False, "trains in a reduced space"),
         Technique("loss_scale_group", "gradient", False, "keeps one loss scale per group"),
     )
@@ -84,9 +84,14 @@ class Place:
 ORDER: tuple[Place, ...] = (
     Place("accumulate", "grad_accumulation", "everything after it happens once a window"),
     Place("freeze", "grad_freeze", "frozen leaves count in no norm and keep their whole state"),
+    Place("adasum", "adasum", "what follows sees one gradient on all devices"),
+    Place("local_steps", "adasum", "each device makes updates of its own between two exchanges"),
     Place("centralize", "centralize", "before the clip, so that the norm is that of what is used"),
     Place("clip", None, "on the window's mean gradient of the trainable leaves"),
     Place("optimizer", None, "sees the gradient that all the others have shaped"),
+    Place("adasum_update", "adasum", "on the updates; each device has moments of its own"),
+    # Behind AdaSum, which counts a vector by its direction: what rounding leaves of one that
+    # centralization brings to zero would count in full.
     Place("centralize_update", "centralize", "on the final update, weight decay included"),
 )
 

@@ -1,4 +1,4 @@
-"""The whole documented dictionary of mindspore.boost, and its undocumented key."""
+"""The whole documented dictionary of mindspore.boost, and what of it is another default here."""
 
 WHOLE = {
     "boost": {
@@ -24,3 +24,6 @@ WHOLE = {
         "timeout": 1800,
     },
 }
+
+# Left out, device_number is the number of devices that there are.
+DEFAULTS = {**WHOLE, "common": {**WHOLE["common"], "device_number": None}}

@@ -40,7 +40,7 @@ def test_validate(config, capsys):
         ({"boost": {"adasum": "False", "mode": 1}}, "2 faults"),
         ('{"boost": ', "broken JSON"),
         ("[]", "top level"),
-        ({"boost": {"mode": "manual", "adasum": True}}, "adasum is not built yet"),
+        ({"boost": {"mode": "manual", "dim_reduce": True}}, "dim_reduce is not built yet"),
     ],
 )
 @pytest.mark.parametrize("command", ["validate", "describe"])
@@ -79,7 +79,7 @@ def test_describe(config, capsys):
     }
     assert cli.main(["describe", config(content)]) == 0
     out = capsys.readouterr().out
-    for line in ("1. accumulate:", "2. freeze:", "3. centralize:", "4. adamw:"):
+    for line in ("1. accumulate:", "2. freeze:", "3. adasum:", "4. centralize:", "5. adamw:"):
         assert line in out
     assert "not built yet" in out
     assert cli.main(["describe", "--level", "O1"]) == 0

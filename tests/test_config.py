@@ -21,7 +21,7 @@ from boostax._config_schema import json_schema
 from boostax._config_sections import NULLABLE, SECTIONS
 from boostax.config import BoostConfig, load_config
 from boostax.errors import ConfigError
-from tests.mindspore_config import WHOLE
+from tests.mindspore_config import DEFAULTS, WHOLE
 
 
 def refused(config, *parts):
@@ -34,7 +34,10 @@ def refused(config, *parts):
 
 
 def test_the_documented_dictionary_holds_the_defaults():
-    assert load_config(WHOLE) == load_config()
+    common = {"gradient_split_groups": WHOLE["common"]["gradient_split_groups"]}
+    assert load_config({**WHOLE, "common": common}) == load_config()
+    assert load_config(WHOLE).common.device_number == 8
+    assert load_config().common.device_number is None
     assert load_config(WHOLE).grad_freeze.freeze_p == 0.7
 
 
@@ -181,11 +184,96 @@ def test_two_names_for_one_setting():
 
 def test_requests_for_what_is_not_built_join_the_list():
     refused(
-        {"boost": {"mode": "manual", "adasum": True, "less_bn": True}, "commn": {}},
+        {"boost": {"mode": "manual", "dim_reduce": True, "less_bn": True}, "commn": {}},
         "3 faults",
-        "boost.adasum: adasum is not built yet",
+        "boost.dim_reduce: dim_reduce is not built yet",
         "boost.less_bn: less_bn is not built yet",
         "commn: unknown section",
+    )
+
+
+def test_adasum_is_read():
+    section = load_config().adasum
+    assert (section.on, section.granularity, section.algorithm) == ("gradient", "leaf", "halving")
+    assert section.axis_name is section.inner_axis is None
+    given = {"on": "update", "granularity": "tree", "algorithm": "gather", "axis_name": "data"}
+    config = load_config({"adasum": {**given, "inner_axis": "local"}})
+    assert config.to_dict(defaults=False) == {"adasum": {**given, "inner_axis": "local"}}
+    assert load_config({"common": {"gradient_split_groups": 3}}).common.split_points == (3,)
+    assert load_config().common.split_points == (50, 100)
+    assert hash(config) == hash(load_config(config.to_dict()))
+
+
+def test_faults_of_adasum():
+    refused(
+        {
+            "adasum": {"on": "gradients", "granularity": 1, "algorithm": "ring", "axis_name": ""},
+            "common": {"device_number": None, "gradient_split_groups": [2, 2]},
+        },
+        "6 faults",
+        "adasum.on: got \"gradients\" (text); allowed: one of 'gradient', 'update'. Did you mean",
+        "adasum.granularity: got 1 (a number)",
+        'adasum.algorithm: got "ring" (text)',
+        'adasum.axis_name: got "" (text); allowed: text: the name of a mesh axis',
+        "common.device_number: got null; allowed: an integer from 1",
+        "common.gradient_split_groups: got (2, 2) (a list)",
+    )
+    refused({"adasum": {"axis_name": None}}, "adasum.axis_name: got null")
+
+
+def test_local_steps_are_read():
+    outer = {"name": "sgd", "learning_rate": 0.7, "momentum": 0.9, "nesterov": True}
+    section = {"on": "update", "local_steps": 4, "outer": outer}
+    config = load_config({"adasum": section})
+    assert config.to_dict(defaults=False) == {"adasum": section}
+    assert load_config(config.to_dict()) == config
+    assert hash(load_config({"adasum": section})) == hash(config)
+    assert config.adasum.outer.name == "sgd"
+    assert load_config({"adasum": {**section, "outer": config.adasum.outer}}) == config
+
+
+def test_faults_of_local_steps():
+    refused(
+        {"adasum": {"local_steps": 2}}, "1 fault", "adasum.local_steps: is 2, so that each device"
+    )
+    outer = {"name": "sgd", "learning_rate": 0.7}
+    refused(
+        {"adasum": {"outer": outer}},
+        "1 fault",
+        "adasum.outer: is for local steps; set adasum.local_steps to more than 1",
+    )
+    local = {"on": "update", "local_steps": 2}
+    for name, part in (("lbfgs", "scale_by_zoom_linesearch"), ("momo", "momo")):
+        refused(
+            {"adasum": {**local, "outer": {"name": name}}},
+            "1 fault",
+            f"adasum.outer: {name} needs the loss ({part})",
+        )
+    refused(
+        {"adasum": {**local, "outer": {"name": "sgd", "learning_rate": "1", "momentm": 1}}},
+        "2 faults",
+        'adasum.outer.learning_rate: got "1" (text)',
+        "adasum.outer.momentm: sgd has no argument 'momentm'. Did you mean 'momentum'?",
+    )
+    refused(
+        {"adasum": {"local_steps": 0, "outer": None}},
+        "2 faults",
+        "adasum.local_steps: got 0",
+        "adasum.outer: got null; allowed: an optimizer by name",
+    )
+
+
+def test_axes_of_ones_own_go_with_no_group_size():
+    refused(
+        {"adasum": {"axis_name": "data"}, "common": {"device_number": 4}},
+        "1 fault",
+        "common.device_number: shapes the mesh that boostax makes",
+    )
+    refused({"adasum": {"inner_axis": "local"}}, "1 fault", "needs adasum.axis_name beside it")
+    refused(
+        {"adasum": {"inner_axis": "data", "axis_name": "data"}},
+        "1 fault",
+        "adasum.inner_axis: is 'data', as adasum.axis_name is",
     )
 
 
@@ -444,8 +532,8 @@ def test_the_schema_knows_every_key():
         reference = schema["properties"][section]["$ref"].rsplit("/", 1)[1]
         properties = schema["$defs"][reference]["properties"]
         assert set(keys) <= set(properties)
-        for key, value in keys.items():
-            assert properties[key]["default"] == value
+        for key in keys:
+            assert properties[key].get("default") == DEFAULTS[section][key]
             assert properties[key]["description"]
     assert schema["$defs"]["Common"]["properties"]["grad_accumulation_step"]["minimum"] == 1
     assert "sgd" in schema["$defs"]["optimizer"]["properties"]["name"]["enum"]
@@ -454,7 +542,14 @@ def test_the_schema_knows_every_key():
 def test_the_schema_agrees_with_the_loader():
     validate = jsonschema.Draft202012Validator(json_schema())
     optimizer = {"name": "sgd", "learning_rate": 0.1}
-    for right in (WHOLE, {}, {"optimizer": optimizer}, {"grad_accumulation": {"every": 2}}):
+    for right in (
+        WHOLE,
+        {},
+        {"optimizer": optimizer},
+        {"grad_accumulation": {"every": 2}},
+        {"adasum": {"axis_name": "data", "inner_axis": "local"}},
+        {"adasum": {"on": "update", "local_steps": 2, "outer": optimizer}},
+    ):
         assert validate.is_valid(right)
         load_config(right)
     for wrong in (
@@ -468,6 +563,10 @@ def test_the_schema_agrees_with_the_loader():
         {"optimizer": {"name": "adamq"}},
         {"optimizer": {**optimizer, "momentum": "0.9"}},
         {"clip": {"global_norm": 0}},
+        {"common": {"device_number": 0}},
+        {"adasum": {"axis_name": ""}},
+        {"adasum": {"on": None}},
+        {"adasum": {"on": "update", "local_steps": 2, "outer": {"name": "sgd", "rate": 1}}},
     ):
         assert not validate.is_valid(wrong)
         refused(wrong)

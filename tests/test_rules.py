@@ -17,7 +17,7 @@ def states(config, level="O0"):
 def test_levels():
     assert resolve(load_config(), "O0").enabled == ()
     assert resolve(load_config(), "O1").enabled == ("grad_freeze", "centralize")
-    assert resolve(load_config(), "O2").enabled == ("grad_freeze", "centralize")
+    assert resolve(load_config(), "O2").enabled == ("grad_freeze", "adasum", "centralize")
     assert states({}, "O1") == {
         "less_bn": "not built",
         "grad_freeze": "on",
@@ -27,7 +27,7 @@ def test_levels():
         "dim_reduce": "off",
         "loss_scale_group": "off",
     }
-    assert states({}, "O2")["adasum"] == "not built"
+    assert states({}, "O2")["adasum"] == "on"
 
 
 @pytest.mark.parametrize("level", ["O9", "o1", "", 1, None])
@@ -88,12 +88,23 @@ def test_sections_of_what_is_off_are_reported():
             "dim_reduce": {"rho": 0.5},
             "common": {"grad_accumulation_step": 4, "device_number": 4},
             "less_bn": {"gc_flag": False},
+            "adasum": {"on": "update"},
         }
     )
     notes = resolve(config, "O0").notes
-    assert len(notes) == 4
+    assert len(notes) == 5
+    assert any(note.startswith("section adasum is accepted and has no effect") for note in notes)
     for part in ("section grad_freeze", "section dim_reduce", "common.grad_acc", "common.device"):
         assert any(note.startswith(part) and "no effect" in note for note in notes)
+
+
+def test_split_points_of_one_buffer_are_reported():
+    config = {"common": {"gradient_split_groups": [2]}, "adasum": {"granularity": "tree"}}
+    (note,) = resolve(load_config(config), "O2").notes
+    assert note.startswith(
+        "common.gradient_split_groups is accepted and has no effect: with adasum"
+    )
+    assert resolve(load_config({"adasum": {"granularity": "tree"}}), "O2").notes == ()
 
 
 LBFGS = {"optimizer": {"name": "lbfgs"}, "grad_accumulation": {"every": 2}}
@@ -116,7 +127,7 @@ def test_enable_all_leaves_out_what_is_excluded_and_says_why():
     resolution = resolve(load_config({**LBFGS, "boost": {"mode": "enable_all"}}))
     assert resolution.enabled == ("centralize",)
     reasons = {d.technique: d.reason for d in resolution.decisions if d.state == "left out"}
-    assert set(reasons) == {"grad_accumulation", "grad_freeze"}
+    assert set(reasons) == {"grad_accumulation", "grad_freeze", "adasum"}
     assert "left out" in str(resolution)
 
 

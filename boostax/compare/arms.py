@@ -189,7 +189,9 @@ def build_arm(
             boost, config, told = _fewer_groups(arm, boost, config, model, order)
             notes += told
         tx = boost.optimizer(base, model, order=order)
-        step = boost.train_step(task.loss, tx, has_aux=task.has_aux, mesh=mesh)
+        own = bool(_info.exchanged_axes(tx)) and boost.config.adasum.axis_name is None
+        step = boost.train_step(task.loss, tx, has_aux=task.has_aux, mesh=None if own else mesh)
+        notes += _device_notes(boost, tx, step, batch, alone=mesh is None)
     except ValueError as error:
         hint = "\nGive arms of your own with --configs." if arm.adapts else ""
         raise UsageError(f"arm {arm.name!r}: {error}{hint}") from error
@@ -223,6 +225,28 @@ def _fewer_groups(
     if groups == 1:
         told.append("with one group nothing is ever frozen")
     return AutoBoost(arm.level, copy.deepcopy(config)), config, told
+
+
+def _device_notes(boost: Any, tx: Any, step: Any, batch: Any, *, alone: bool) -> list[str]:
+    """Say over which devices an arm with an exchange is trained.
+
+    Raises:
+      ValueError: there is one process (``alone``), and its devices can't share a batch.
+    """
+    from boostax.training._placement import filled_batch
+
+    replicas = step.settings.replicas
+    if replicas is None or not _info.exchanged_axes(tx):
+        return []
+    told = list(boost.describe(tx=tx).notes)
+    if alone:
+        filled_batch(batch, replicas, step.settings.example_weights, step.settings.microbatch)
+    if alone and replicas.size > 1:
+        told.append(
+            f"its batch is split over {replicas.size} devices, and its FLOPs and memory are those of "
+            "one; an arm without adasum runs on one device"
+        )
+    return told
 
 
 def _rate_of(named: Any) -> float | str:

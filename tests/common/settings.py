@@ -283,6 +283,7 @@ CONFIG_NAMES: dict[str, str] = {
     "grad_freeze": "freeze",
     "grad_accumulation": "accumulate",
     "centralize": "centralize",
+    "adasum": "adasum",
 }
 
 # Public names that are no technique, each with what it is instead.

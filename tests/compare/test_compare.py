@@ -393,6 +393,36 @@ def build(config, *, steps=20, task=None, **arm):
     )
 
 
+ADASUM = {"boost": {"mode": "manual", "adasum": True}}
+
+
+def test_an_arm_with_adasum_runs_on_all_devices_and_says_so(tmp_path):
+    x = np.tile(np.eye(2, dtype=np.float32), (4, 1))
+    task = tiny_task(batches=lambda seed: iter([x] * 100))
+    arms = (Arm("plain"), Arm("adasum", ADASUM))
+    plan = Plan(task, arms, 1, 2, parse_target("mse=1e-9"), 0.1, 1)
+    runs, builds = compare(plan, RunStore(tmp_path))
+    assert builds["adasum"]["enabled"] == ["adasum"]
+    assert builds["adasum"]["notes"] == [
+        "adasum: one group of 8 devices, combined by AdaSum over 'device'",
+        "its batch is split over 8 devices, and its FLOPs and memory are those of one; an arm "
+        "without adasum runs on one device",
+    ]
+    assert builds["plain"]["notes"] == []
+    # A device sees one of two rows, each of which has the gradient of its own: they are added.
+    losses = {name: records[0]["loss"] for name, records in runs.items()}
+    assert losses["adasum"][0] == pytest.approx(losses["plain"][0])
+    assert losses["adasum"][1] < losses["plain"][1]
+
+
+def test_a_batch_that_the_devices_cannot_share_is_refused():
+    with pytest.raises(UsageError, match="arm 'arm': batch: 2 examples can't be split over 8 dev"):
+        build(ADASUM)
+    own = {**ADASUM, "adasum": {"axis_name": "data"}}
+    with pytest.raises(UsageError, match="axes of a mesh of your own"):
+        build(own)
+
+
 def test_the_rate_of_a_named_optimizer_is_the_configs():
     assert build({}).learning_rate == 0.1
     assert build({}, learning_rate=0.3).learning_rate == 0.1  # the plan's rate is what counts
