@@ -206,7 +206,7 @@ def _join(
         check_launchers(os.environ)
         return False
     address, count, index = given
-    if index == 0:
+    if index == 0 and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
         _check_port_is_free(address)
     notice = threading.Timer(
         min(10, seconds["timeout"] / 2), _say_who_is_waited_for, (given, seconds)

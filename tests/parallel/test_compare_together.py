@@ -27,11 +27,17 @@ def folder(tmp_path):
 
 def launched(folder, *more):
     kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PYTEST_CURRENT_TEST")}
-    command = [sys.executable, "-W", "error", "-m", "boostax", "launch", "-n", "2", "--", "compare"]
+    command = [sys.executable, "-m", "boostax", "launch", "-n", "2", "--", "compare"]
     command += ["my_task.py", "--configs", "o1.json", "--out", "out", *more]
     return subprocess.run(
         command,
-        env={**kept, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "1"},
+        env={
+            **kept,
+            "JAX_PLATFORMS": "cpu",
+            "JAX_NUM_CPU_DEVICES": "1",
+            "PYTHONPATH": str(ROOT),
+            "PYTHONWARNINGS": "error",
+        },
         cwd=folder,
         capture_output=True,
         text=True,

@@ -29,7 +29,13 @@ TOLD = (
 def environment(**more):
     dropped = ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR", "PYTEST_CURRENT_TEST")
     kept = {key: value for key, value in os.environ.items() if key not in dropped}
-    return {**kept, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), **more}
+    return {
+        **kept,
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(ROOT),
+        "PYTHONWARNINGS": "error",
+        **more,
+    }
 
 
 def cache_of(folder, index):
@@ -49,7 +55,7 @@ class Run:
     def __init__(self, folder, count, **options):
         folder.mkdir(exist_ok=True)
         self.folder, self.count = folder, count
-        command = [sys.executable, "-W", "error", "-m", "tests.parallel.worker", str(folder)]
+        command = [sys.executable, "-m", "tests.parallel.worker", str(folder)]
         command += [f"{key}={value}" for key, value in options.items()]
         address = f"127.0.0.1:{free_port()}"
         self.processes = []
@@ -132,7 +138,7 @@ def unbroken(tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("kind", ["gradients", "deltas"])
+@pytest.mark.parametrize("kind", ["window", "deltas"])
 def test_two_processes_equal_two_devices(unbroken, kind):
     alone = in_one_process(kind, 2, 2)
     assert_near(unbroken(kind), alone)
@@ -158,7 +164,7 @@ def test_mean_inside_a_process_and_adasum_between_them(tmp_path):
     assert any(np.abs(hierarchy[name] - flat[name]).max() > 1e-3 for name in flat)
 
 
-@pytest.mark.parametrize(("victim", "kind"), [(0, "gradients"), (1, "deltas")])
+@pytest.mark.parametrize(("victim", "kind"), [(0, "window"), (1, "deltas")])
 def test_after_a_death_the_others_end_and_a_restart_goes_on_exactly(
     tmp_path, unbroken, victim, kind
 ):
@@ -213,6 +219,33 @@ def test_an_exception_in_one_process_ends_all(tmp_path):
     assert "ValueError: an error in the user's script" in done.stderr
     assert "boostax: process 1 of 2 ends with the error above" in done.stderr
     assert "boostax launch: process 1 of 2 ended with exit code 1" in done.stderr
+
+
+def test_what_a_cluster_tells_is_enough(tmp_path):
+    script = tmp_path / "starts.py"
+    script.write_text("import boostax.parallel\nprint(boostax.parallel.start())\n")
+    port = str(free_port())
+    started = []
+    for index in ("0", "1"):
+        told = {"JOB_ID": "7", "STEP_NODELIST": "localhost", "NTASKS": "2", "PROCID": index}
+        slurm = {f"SLURM_{key}": value for key, value in {**told, "LOCALID": index}.items()}
+        started.append(
+            subprocess.Popen(
+                [sys.executable, str(script)],
+                env=environment(JAX_COORDINATOR_PORT=port, JAX_NUM_CPU_DEVICES="1", **slurm),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    try:
+        for index, process in enumerate(started):
+            out, error = process.communicate(timeout=PATIENCE)
+            assert process.returncode == 0, error
+            assert f"process {index} of 2, with 1 of 2 cpu devices" in out
+    finally:
+        for process in started:
+            process.kill()
 
 
 def test_the_launcher_ends_its_processes_when_it_is_ended(tmp_path):

@@ -44,12 +44,15 @@ def loss(params: dict[str, Any], batch: dict[str, jax.Array]) -> jax.Array:
 
 def chain(kind: str) -> optax.GradientTransformationExtraArgs:
     """Return the optimizer of a run."""
+    sgd = optax.sgd(0.2, 0.9)
     inner = {
-        "gradients": [boostax.adasum("data"), optax.sgd(0.2, 0.9)],
+        "gradients": [boostax.adasum("data"), sgd],
+        "window": [boostax.adasum("data"), sgd],
         "deltas": [optax.adam(0.02), boostax.adasum("data")],
-        "hosts": [boostax.adasum("host", inner_axis="device"), optax.sgd(0.2, 0.9)],
+        "hosts": [boostax.adasum("host", inner_axis="device"), sgd],
     }[kind]
-    return optax.chain(boostax.centralize(), *inner)
+    whole = optax.chain(boostax.centralize(), *inner)
+    return boostax.accumulate(whole, 2) if kind == "window" else whole
 
 
 def mesh_of(kind: str, devices: Any, hosts: int) -> Mesh:
