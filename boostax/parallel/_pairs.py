@@ -6,17 +6,20 @@ neither overflow nor vanish, and the scales travel with the sums.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from boostax import _compat
 
-__all__ = ["Sums", "combine", "compute_dtype", "merge", "merge_all", "sums_of"]
+__all__ = ["Sums", "combine", "compute_dtype", "merge", "merge_all", "sums_of", "sums_of_all"]
 
-_LANES = 1024
+_CHAIN = 128
+Pairs = list[tuple[jax.Array, jax.Array]]
 
 
 class Sums(NamedTuple):
@@ -46,47 +49,68 @@ def compute_dtype(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def sums_of(a: jax.Array, b: jax.Array, axes: tuple[int, ...], branch: bool = True) -> Sums:
-    """Return the sums over ``axes``, the last ones, of two floating arrays of the same shape.
-
-    With ``branch``, on a CPU, the scales are left out where no square needs them.
-    """
-    lead = a.shape[: axes[0]]
-    a, b = a.reshape(*lead, -1), b.reshape(*lead, -1)
-    if not branch:
-        return _scaled_sums(a, b)
-    # On a CPU the scales cost more than all else, and a branch costs nothing.
-    return lax.platform_dependent(a, b, cpu=_sums_where_safe, default=_scaled_sums)
-
-
-def _sums_where_safe(a: jax.Array, b: jax.Array) -> Sums:
-    one = _compat.like(jnp.ones(a.shape[:-1], a.dtype), a)
-    plain = Sums(one, one, *_dots(a, b))
-    # With the squares in here, what got lost below the smallest normal number is nothing to them.
-    info = jnp.finfo(a.dtype)
-    low, high = info.tiny**0.5, info.max**0.5
-    safe = [(square > low) & (square < high) for square in (plain.aa, plain.bb)]
-    return _compat.cond(jnp.all(jnp.logical_and(*safe)), lambda: plain, lambda: _scaled_sums(a, b))
-
-
-def _scaled_sums(a: jax.Array, b: jax.Array) -> Sums:
+def sums_of(a: jax.Array, b: jax.Array) -> Sums:
+    """Return the sums over the last axis of two floating arrays of the same shape."""
     scale_a, scale_b = _scale(a), _scale(b)
     dots = _dots(a * (1 / scale_a)[..., None], b * (1 / scale_b)[..., None])
     return Sums(scale_a, scale_b, *dots)
 
 
+def sums_of_all(make: Callable[[], Pairs]) -> list[Sums]:
+    """Return the sums of several pairs of arrays, over their last axes.
+
+    On a CPU the scales are left out where no square needs them: there they cost more than all else,
+    and a branch costs nothing. ``make`` gives the pairs; it is called anew for the other branch, so
+    that nothing is put into memory for that branch alone.
+    """
+    scaled = lambda: [sums_of(a, b) for a, b in make()]
+    return lax.platform_dependent(cpu=lambda: _where_safe(make, scaled), default=scaled)
+
+
+def _where_safe(make: Callable[[], Pairs], scaled: Callable[[], list[Sums]]) -> list[Sums]:
+    pairs = make()
+    plain = [_plain_sums(a, b) for a, b in pairs]
+    safe = jnp.bool_(True)
+    for sums in plain:
+        # With the squares in here, what got lost below the smallest normal number is nothing to them.
+        info = jnp.finfo(sums.aa.dtype)
+        low, high = info.tiny**0.5, info.max**0.5
+        for square in (sums.aa, sums.bb):
+            safe &= jnp.all((square > low) & (square < high))
+    return _compat.cond(safe, lambda: plain, scaled)
+
+
+def _plain_sums(a: jax.Array, b: jax.Array) -> Sums:
+    one = _compat.like(jnp.ones(a.shape[:-1], a.dtype), a)
+    return Sums(one, one, *_dots(a, b))
+
+
 def _dots(a: jax.Array, b: jax.Array) -> list[jax.Array]:
-    return [_sum(x * y) for x, y in ((a, a), (b, b), (a, b))]
+    """Return a.a, b.b and a.b over the last axis, in one pass, in short chains of additions."""
+    size = a.shape[-1]
+    width = _width(size)
+    whole = size - size % width
+
+    def short(a: jax.Array, b: jax.Array, width: int) -> list[jax.Array]:
+        a, b = (x.reshape(*x.shape[:-1], -1, width) for x in (a, b))
+        zero = np.zeros((), a.dtype)
+        add = lambda xs, ys: tuple(x + y for x, y in zip(xs, ys, strict=True))
+        sums = lax.reduce((a * a, b * b, a * b), (zero,) * 3, add, (a.ndim - 1,))
+        return [x.sum(-1) for x in sums]
+
+    dots = short(a[..., :whole], b[..., :whole], width)
+    if whole < size:
+        rest = short(a[..., whole:], b[..., whole:], size - whole)
+        dots = [x + y for x, y in zip(dots, rest, strict=True)]
+    return dots
 
 
-def _sum(x: jax.Array) -> jax.Array:
-    """Sum over the last axis, in lanes: no long chain of additions, each with its rounding."""
-    size = x.shape[-1]
-    whole = size - size % _LANES
-    if whole <= _LANES:
-        return x.sum(-1)
-    lanes = x[..., :whole].reshape(*x.shape[:-1], -1, _LANES).sum(-2).sum(-1)
-    return lanes + x[..., whole:].sum(-1) if whole < size else lanes
+def _width(size: int) -> int:
+    """Return how many numbers to add up in a chain: near 128, a divisor of the size if there is one."""
+    if size <= 2 * _CHAIN:
+        return size
+    divisors = [w for w in range(_CHAIN // 4, 4 * _CHAIN + 1) if size % w == 0]
+    return min(divisors, key=lambda w: abs(w - _CHAIN), default=_CHAIN)
 
 
 def merge(one: Sums, other: Sums) -> Sums:

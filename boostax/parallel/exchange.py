@@ -14,7 +14,8 @@ Everything is written with complete permutations (each device sends once and rec
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +23,19 @@ import jax.numpy as jnp
 from jax import lax
 
 from boostax import _compat
-from boostax.parallel._pairs import Sums, combine, compute_dtype, merge, merge_all, sums_of
+from boostax.parallel._pairs import (
+    Sums,
+    combine,
+    compute_dtype,
+    merge,
+    merge_all,
+    sums_of,
+    sums_of_all,
+)
+
+# A vector of this size, or a larger one, travels alone: it is not worth a copy.
+_ALONE = 1 << 16
+Remake = Callable[[], list[jax.Array]]
 
 __all__ = ["ALGORITHMS", "adasum_gather", "adasum_halving", "members"]
 
@@ -54,34 +67,34 @@ def adasum_halving(
     """
     p, extras = members(n)
     index = lax.axis_index(axis_name)
-    # Rows are what is dealt out: row v ends at member v. Zeros at the end change no dot product.
-    held = [_in_rows(v, p) for v in vectors]
     dtypes = [v.dtype for v in vectors]
+    messages = _messages(vectors)
+    # Rows are what is dealt out: row v ends at member v. Zeros at the end change no dot product.
+    dealt = [_in_rows(v, p) for v in vectors]
+    current: Remake = lambda: dealt
 
     if extras:
         partner = [(i, i ^ 1 if i < 2 * extras else i) for i in range(n)]
-        mine, theirs = _widened(held), _widened(_permute(held, axis_name, partner))
-        paired = _combined(mine, theirs, _local_sums(mine, theirs, joint), joint)
-        held = [
-            jnp.where(index < 2 * extras, new, own) for own, new in zip(mine, paired, strict=True)
-        ]
+        theirs = _widened(_permute(dealt, messages, axis_name, partner))
+        sums = _local_sums(lambda: (_widened(dealt), theirs), joint, messages)
+        current = _folded(dealt, theirs, sums, joint, index < 2 * extras)
 
     member = jnp.where(index < 2 * extras, index // 2, index - extras)
     for t in range(p.bit_length() - 1):
         bit = (member >> t) & 1
-        keep, send = _half(held, bit), _half(held, 1 - bit)
         # The inputs are sent in their own dtype, which loses nothing; later rounds in float32.
-        theirs = _widened(_permute(send, axis_name, _towards(n, 1 << t)))
-        mine = _widened(keep)
+        send = _half(current(), 1 - bit)
+        theirs = _widened(_permute(send, messages, axis_name, _towards(n, 1 << t)))
+        kept = _kept(current, bit)
         # "a" is the vector of the lower member, on both sides.
-        sums = _ordered(_local_sums(mine, theirs, joint), bit)
+        sums = _ordered(_local_sums(_both(kept, theirs), joint, messages), bit)
         for s in range(t + 1):
             other = lax.ppermute(jnp.stack(sums), axis_name, _towards(n, 1 << s))
             sums = merge(sums, Sums(*other))
-        held = _combined(mine, theirs, _ordered(sums, bit), joint)
+        current = _after(kept, theirs, _ordered(sums, bit), joint)
 
-    held = [x.astype(dtype) for x, dtype in zip(held, dtypes, strict=True)]
-    everyone = _all_gather(held, axis_name)
+    held = [x.astype(dtype) for x, dtype in zip(current(), dtypes, strict=True)]
+    everyone = _all_gather(held, messages, axis_name)
     leaders = [_leader(v, n) for v in range(p)]
     result = []
     for x, vector in zip(everyone, vectors, strict=True):
@@ -101,7 +114,7 @@ def adasum_gather(
     :func:`adasum_halving`.
     """
     p, extras = members(n)
-    held = _widened(_all_gather(vectors, axis_name))
+    held = _widened(_all_gather(vectors, _messages(vectors), axis_name))
 
     def neighbours(stacks: list[jax.Array]) -> list[jax.Array]:
         a, b = ([x[side::2] for x in stacks] for side in (0, 1))
@@ -156,10 +169,49 @@ def _ordered(sums: Sums, bit: jax.Array) -> Sums:
     return Sums(*(jnp.where(bit == 0, x, y) for x, y in zip(sums, sums.swapped(), strict=True)))
 
 
-def _local_sums(mine: list[jax.Array], theirs: list[jax.Array], joint: bool) -> Sums:
+# What a device holds after each round is remade from what it got so far wherever it is needed, so that
+# the branch for squares that overflow or vanish takes no memory as long as it does not run.
+
+
+def _kept(current: Remake, bit: jax.Array) -> Remake:
+    return lambda: _widened(_half(current(), bit))
+
+
+def _both(kept: Remake, theirs: list[jax.Array]) -> Callable[[], tuple[list[Any], list[Any]]]:
+    return lambda: (kept(), theirs)
+
+
+def _after(kept: Remake, theirs: list[jax.Array], sums: Sums, joint: bool) -> Remake:
+    return lambda: _combined(kept(), theirs, sums, joint)
+
+
+def _folded(
+    rows: list[jax.Array], theirs: list[jax.Array], sums: Sums, joint: bool, folds: jax.Array
+) -> Remake:
+    def remake() -> list[jax.Array]:
+        mine = _widened(rows)
+        paired = _combined(mine, theirs, sums, joint)
+        return [jnp.where(folds, new, own) for own, new in zip(mine, paired, strict=True)]
+
+    return remake
+
+
+def _local_sums(
+    both: Callable[[], tuple[list[Any], list[Any]]], joint: bool, messages: list[list[int]]
+) -> Sums:
     """Return this device's sums of all vectors, ``(number of vectors,)``; ``(1,)`` when joint."""
-    each = [sums_of(x, y, (1, 2)) for x, y in zip(mine, theirs, strict=True)]
-    sums = Sums(*(jnp.concatenate(parts) for parts in zip(*each, strict=True)))
+
+    def pairs_of(message: list[int]) -> list[tuple[jax.Array, jax.Array]]:
+        mine, theirs = both()
+        flat = lambda x: x.reshape(x.shape[0], -1)
+        return [(flat(mine[i]), flat(theirs[i])) for i in message]
+
+    each: dict[int, Sums] = {}
+    for message in messages:
+        sums = sums_of_all(functools.partial(pairs_of, message))
+        each |= dict(zip(message, sums, strict=True))
+    parts = zip(*(each[i] for i in range(len(each))), strict=True)
+    sums = Sums(*(jnp.concatenate(part) for part in parts))
     return Sums(*(x[None] for x in merge_all(sums))) if joint else sums
 
 
@@ -178,7 +230,7 @@ def _combined(
 
 def _paired(a: list[jax.Array], b: list[jax.Array], joint: bool) -> list[jax.Array]:
     """Combine stacks ``(pairs, c, size)`` pair by pair."""
-    each = [sums_of(x, y, (2,), branch=False) for x, y in zip(a, b, strict=True)]
+    each = [sums_of(x, y) for x, y in zip(a, b, strict=True)]
     if joint:
         # (vectors, pairs)
         parts = Sums(*(jnp.concatenate([s.T for s in part]) for part in zip(*each, strict=True)))
@@ -189,33 +241,38 @@ def _paired(a: list[jax.Array], b: list[jax.Array], joint: bool) -> list[jax.Arr
     ]
 
 
-def _flat_by_dtype(vectors: Sequence[jax.Array]) -> dict[Any, list[int]]:
-    by_dtype: dict[Any, list[int]] = {}
+def _messages(vectors: Sequence[jax.Array]) -> list[list[int]]:
+    """Return which vectors travel together: large ones alone, the others by dtype."""
+    messages: dict[Any, list[int]] = {}
     for i, x in enumerate(vectors):
-        by_dtype.setdefault(x.dtype, []).append(i)
-    return by_dtype
+        messages.setdefault((x.dtype.name, i if x.size >= _ALONE else -1), []).append(i)
+    return list(messages.values())
 
 
 def _permute(
-    vectors: list[jax.Array], axis_name: str, towards: list[tuple[int, int]]
+    vectors: list[jax.Array],
+    messages: list[list[int]],
+    axis_name: str,
+    towards: list[tuple[int, int]],
 ) -> list[jax.Array]:
-    """Send all vectors in one message a dtype."""
-    return _in_one_message(vectors, lambda flat: lax.ppermute(flat, axis_name, towards))
+    return _sent(vectors, messages, lambda flat: lax.ppermute(flat, axis_name, towards))
 
 
-def _all_gather(vectors: Sequence[jax.Array], axis_name: str) -> list[jax.Array]:
-    """Gather all vectors in one message a dtype; results have the devices on a new first axis."""
-    return _in_one_message(vectors, lambda flat: _compat.all_gather(flat, axis_name))
+def _all_gather(
+    vectors: Sequence[jax.Array], messages: list[list[int]], axis_name: str
+) -> list[jax.Array]:
+    """Gather all vectors; results have the devices on a new first axis."""
+    return _sent(vectors, messages, lambda flat: _compat.all_gather(flat, axis_name))
 
 
-def _in_one_message(vectors: Sequence[jax.Array], send: Any) -> list[jax.Array]:
+def _sent(vectors: Sequence[jax.Array], messages: list[list[int]], send: Any) -> list[jax.Array]:
     out: list[Any] = [None] * len(vectors)
-    for chosen in _flat_by_dtype(vectors).values():
-        flat = [vectors[i].reshape(-1) for i in chosen]
+    for message in messages:
+        flat = [vectors[i].reshape(-1) for i in message]
         # Without the barrier XLA fuses what made the parts into the concatenation: three times slower.
         got = send(flat[0] if len(flat) == 1 else jnp.concatenate(lax.optimization_barrier(flat)))
         first = 0
-        for i in chosen:
+        for i in message:
             part = lax.slice_in_dim(got, first, first + vectors[i].size, axis=-1)
             out[i] = part.reshape(*got.shape[:-1], *vectors[i].shape)
             first += vectors[i].size

@@ -273,7 +273,7 @@ def adasum_pair(a: Any, b: Any) -> Any:
         runs, (left,) = pack([x])
         _, (right,) = pack([y])
         left, right = (v.astype(compute_dtype(v.dtype)) for v in (left, right))
-        sums = sums_of(left, right, (1,), branch=False)
+        sums = sums_of(left, right)
         out = combine(left, right, Sums(*(s[:, None] for s in sums)))
         return unpack(runs, [out], [x])[0].astype(x.dtype)
 

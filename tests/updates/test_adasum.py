@@ -254,6 +254,36 @@ def test_twelve_lanes():
     assert_near_float64(got, grads)
 
 
+def test_large_leaves_travel_alone_and_tiny_or_huge_ones_are_right_beside_others():
+    # One of 2^16 numbers goes alone; 70001 is prime, 35003 and 9 make no even rows.
+    draw = np.random.default_rng(0)
+    sizes = {"plain": 1 << 16, "tiny": 70001, "huge": 35003, "zero": 1 << 16, "small": 9}
+    grads = {
+        name: (draw.standard_normal(size) + draw.standard_normal((3, size))).astype(np.float32)
+        for name, size in sizes.items()
+    }
+    factors = {"tiny": 1e-25, "huge": 1e20, "zero": 0}
+    scaled = {k: (v * np.float32(factors.get(k, 1))).astype(np.float32) for k, v in grads.items()}
+    tx = adasum("d")
+    got = mapped(lambda g: tx.update(g, optax.EmptyState())[0], 3)(scaled)
+    np.testing.assert_array_equal(got.pop("zero"), 0)
+    del grads["zero"]
+    assert_near_float64(
+        {k: np.asarray(v, np.float64) / factors.get(k, 1) for k, v in got.items()}, grads
+    )
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("n", [2, 6, 7])
+def test_one_coefficient_for_the_tree_equals_float64(n, algorithm):
+    grads = random_tree(n)
+    got = same_everywhere(lanes(grads, algorithm=algorithm, granularity="tree"))
+    flat = np.concatenate([grads[k].reshape(n, -1) for k in sorted(grads)], axis=1)
+    expected = tree64(flat)
+    found = np.concatenate([got[k].ravel() for k in sorted(got)]).astype(np.float64)
+    assert np.linalg.norm(found - expected) <= 1e-6 * np.linalg.norm(expected)
+
+
 def test_mean_inside_adasum_outside():
     # Two hosts of two devices: means [.5, .5] and [1, -1], then AdaSum.
     mesh = mesh_of(4, ("hosts", "local"), (2, 2))
