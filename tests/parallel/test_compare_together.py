@@ -22,13 +22,14 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 def folder(tmp_path):
     (tmp_path / "my_task.py").write_text(TASK)
     (tmp_path / "o1.json").write_text(json.dumps(O1))
+    (tmp_path / "sum.json").write_text('{"boost": {"mode": "manual", "adasum": true}}')
     return tmp_path
 
 
 def launched(folder, *more):
     kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PYTEST_CURRENT_TEST")}
     command = [sys.executable, "-m", "boostax", "launch", "-n", "2", "--", "compare"]
-    command += ["my_task.py", "--configs", "o1.json", "--out", "out", *more]
+    command += ["my_task.py", "--configs", "o1.json", "sum.json", "--out", "out", *more]
     return subprocess.run(
         command,
         env={
@@ -51,7 +52,8 @@ def test_two_processes_write_one_report_with_the_numbers_of_one(folder):
     assert done.stdout.count("Report: ") == 1
     out = folder / "out"
     assert (out / "report.html").stat().st_size > 0
-    assert [p.name for p in (out / "runs").iterdir()] == ["o1-seed0.json"]
+    assert sorted(p.name for p in (out / "runs").iterdir()) == ["o1-seed0.json", "sum-seed0.json"]
+    adasum = json.loads((out / "runs" / "sum-seed0.json").read_text())
     together = json.loads((out / "runs" / "o1-seed0.json").read_text())
     task, _ = load_task(str(folder / "my_task.py"))
     plan = Plan(
@@ -68,6 +70,10 @@ def test_two_processes_write_one_report_with_the_numbers_of_one(folder):
     assert together["freeze_index"] == alone["freeze_index"]
     for here, there in zip(together["evaluations"], alone["evaluations"], strict=True):
         np.testing.assert_allclose(here["metrics"]["mse"], there["metrics"]["mse"], rtol=1e-5)
+    # AdaSum starts at the same parameters, and goes another way.
+    assert adasum["build"]["enabled"] == ["adasum"]
+    np.testing.assert_allclose(adasum["loss"][0], together["loss"][0], rtol=1e-5)
+    assert abs(adasum["loss"][-1] / together["loss"][-1] - 1) > 1e-3
     machine = together["settings"]["machine"]
     assert (machine["processes"], machine["devices"]) == (2, 2)
     assert "processes" not in alone["settings"]["machine"]
