@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -22,11 +23,14 @@ TRAIN = 3200  # of the 4000; the other 800 validate
 LANES = 8  # runs that one compiled call trains side by side, so that each arm compiles once
 EVALUATIONS = 40
 ARMS = ("mean", "AdaSum on gradients", "AdaSum on deltas", "mean, LAMB")
+CONTROLS = ("mean, clipped", "mean, long warm-up")
 GRIDS = {
     "mean": (-4, 2),
     "AdaSum on gradients": (-8, -2),
     "AdaSum on deltas": (-8, -2),
     "mean, LAMB": (-9, -3),
+    "mean, clipped": (-4, 2),
+    "mean, long warm-up": (-4, 2),
     "one worker, SGD": (-8, -2),
     "one worker, LAMB": (-10, -4),
 }  # exponents of two, both ends included
@@ -75,6 +79,8 @@ def optimizer(arm: str, rate: Any) -> tuple[Any, int]:
         exchange = measured(lambda updates: adasum.update(updates, optax.EmptyState())[0])
     else:
         exchange = measured(lambda updates: lax.pmean(updates, "data"))
+    if "clipped" in arm:
+        inner = optax.chain(optax.clip_by_global_norm(1.0), inner)
     if "deltas" in arm:
         return optax.chain(inner, exchange), 1
     return optax.chain(exchange, inner), 0
@@ -89,7 +95,8 @@ def trainer(arm: str, data: Data, steps: int, workers: int) -> Callable[..., Any
     step over the mean's.
     """
     apply: Any = CNN().apply
-    shape = optax.warmup_cosine_decay_schedule(0.02, 1.0, max(steps // 20, 1), steps)
+    warm_up = max(steps // (4 if "long" in arm else 20), 1)
+    shape = optax.warmup_cosine_decay_schedule(0.02, 1.0, warm_up, steps)
 
     def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
         logits = apply({"params": params}, x)
@@ -170,17 +177,23 @@ class Bench:
         return np.array([self.kept[arm, Run(seed, rate)][what] for seed in seeds])
 
     def tune(self, arm: str, seeds: list[int], thin: int) -> tuple[float, dict[float, float]]:
-        """Return the best rate of a grid that reaches beyond it, and each rate's accuracy."""
+        """Return the best rate and the validation accuracy at each.
+
+        The grid grows by two rates while the best is at its edge; then the two between the best and
+        its neighbours are tried as well.
+        """
+
+        def score(exponents: Iterable[float]) -> None:
+            rates = [2.0**e for e in exponents]
+            self(arm, [Run(seed, rate) for rate in rates for seed in seeds])
+            for rate in rates:
+                grid[rate] = float(self.get(arm, rate, seeds, "validation").mean())
+
+        grid: dict[float, float] = {}
         low, high = GRIDS[arm]
-        exponents = list(range(low, high + 1, thin))
-        while True:
-            self(arm, [Run(seed, 2.0**e) for e in exponents for seed in seeds])
-            scores = [self.get(arm, 2.0**e, seeds, "validation").mean() for e in exponents]
-            best = int(np.argmax(scores))
-            if best == 0:
-                exponents = [exponents[0] - 2 * thin, exponents[0] - thin, *exponents]
-            elif best == len(exponents) - 1:
-                exponents += [exponents[-1] + thin, exponents[-1] + 2 * thin]
-            else:
-                grid = {2.0**e: float(s) for e, s in zip(exponents, scores, strict=True)}
-                return 2.0 ** exponents[best], grid
+        score(range(low, high + 1, thin))
+        while (best := max(grid, key=grid.__getitem__)) in (min(grid), max(grid)):
+            outwards = -thin if best == min(grid) else thin
+            score(math.log2(best) + outwards * i for i in (1, 2))
+        score(math.log2(best) + thin * i for i in (-0.5, 0.5))
+        return max(grid, key=grid.__getitem__), dict(sorted(grid.items()))

@@ -1,17 +1,20 @@
 """AdaSum against the mean of the gradients and LAMB, on MNIST-1D with 16 workers.
 
-    python benchmarks/adasum_mnist1d.py [--quick] [--seeds 12] [--steps 400] [--out results.json]
+    python benchmarks/adasum_mnist1d.py [--quick] [--seeds 12] [--steps 400] [--controls]
+        [--out results.json]
 
 Needs the package mnist1d (extra ``demo``), which makes the data without a download. The workers
 are simulated by ``jax.vmap``, each with 16 examples a step. Four arms: the mean with SGD and
 momentum, AdaSum ahead of it ("on gradients") and behind it ("on deltas", each worker keeps its own
 momentum), and the mean with LAMB. All have the same steps, the same shape of schedule (5 % linear
-warm-up, cosine to zero) and no decay. Each has a rate grid of its own, which grows until its best
-rate is not at its edge; the best is that of the validation accuracy at tuning seeds. Then come
-fresh seeds; a seed gives all arms the same initial parameters, split and order of the data.
+warm-up, cosine to zero), no decay and no clipping. Each has a rate grid of its own: factors of two,
+more until the best is not at the edge, then factors of 1.4 around it; the best is that of the
+validation accuracy at four tuning seeds. Then come fresh seeds; a seed gives all arms the same
+initial parameters, split and order of the data.
 
 One worker is tuned too, on the same examples in the same order, 16 times as many steps of 16: its
-rate is what the arms are given where they are run "untuned".
+rate is what the arms are given where they are run "untuned". ``--controls`` adds the mean with SGD
+clipped to a global norm of 1, and with a warm-up of 25 %: both let the mean start at higher rates.
 
 Prints Markdown. About 20 minutes of CPU time; --quick takes one or two and shows only that it runs.
 """
@@ -23,13 +26,14 @@ import math
 import pathlib
 import sys
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 sys.path.insert(1, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import numpy as np
-from _adasum_runs import ALONE, ARMS, EVALUATIONS, WORKERS, Bench, Run
+from _adasum_runs import ALONE, ARMS, CONTROLS, EVALUATIONS, WORKERS, Bench, Run
 from _measure import environment, write_results
 from _tables import percent, points, table
 
@@ -58,6 +62,11 @@ class Found(NamedTuple):
     grids: dict[str, dict[float, float]]
     target: float
 
+    @property
+    def arms(self) -> list[str]:
+        """All arms of 16 workers, with the controls where they were run."""
+        return [arm for arm in (*ARMS, *CONTROLS) if arm in self.rate]
+
     def test(self, arm: str, rate: float | None = None) -> np.ndarray:
         """Return test accuracy ``(seeds, EVALUATIONS)``, at the tuned rate if none is given."""
         return self.bench.get(arm, self.rate[arm] if rate is None else rate, self.seeds, "test")
@@ -69,13 +78,16 @@ class Found(NamedTuple):
         return [every * float(h.argmax() + 1) if h.any() else math.inf for h in hit]
 
 
-def find(bench: Bench, seeds: list[int], tuning: list[int], thin: int) -> Found:
+def find(
+    bench: Bench, seeds: list[int], tuning: list[int], thin: int, controls: Sequence[str]
+) -> Found:
     """Tune, then train at the fresh seeds."""
-    tuned = {arm: bench.tune(arm, tuning, thin) for arm in (*ARMS, *dict.fromkeys(ALONE.values()))}
+    names = (*ARMS, *controls, *dict.fromkeys(ALONE.values()))
+    tuned = {arm: bench.tune(arm, tuning, thin) for arm in names}
     rate = {arm: best for arm, (best, _) in tuned.items()}
-    for arm in ARMS:
-        rates = [rate[arm], *(rate[ALONE[arm]] * factor for factor in FACTORS)]
-        bench(arm, [Run(seed, r) for r in rates for seed in seeds])
+    for arm in (*ARMS, *controls):
+        given = [rate[ALONE[arm]] * factor for factor in FACTORS] if arm in ALONE else []
+        bench(arm, [Run(seed, r) for r in (rate[arm], *given) for seed in seeds])
     # The target comes from the tuning seeds, and so does not depend on what it is used for.
     reached = bench.get("mean", rate["mean"], tuning, "validation").mean()
     grids = {arm: grid for arm, (_, grid) in tuned.items()}
@@ -84,7 +96,7 @@ def find(bench: Bench, seeds: list[int], tuning: list[int], thin: int) -> Found:
 
 def outcome_table(found: Found) -> str:
     rows = []
-    for arm in ARMS:
+    for arm in found.arms:
         steps, final = found.steps(arm), found.test(arm)[:, -1]
         missed = sum(map(math.isinf, steps))
         reach = f"{median(steps):.0f}" + (f" ({missed} missed)" if missed else "")
@@ -101,7 +113,7 @@ def outcome_table(found: Found) -> str:
 
 def curve_table(found: Found) -> str:
     rows = []
-    for arm in ARMS:
+    for arm in found.arms:
         curves = found.test(arm)
         deviation = f"{100 * curves[:, -1].std(ddof=1):.1f}"
         rows.append([arm, *(percent(v) for v in curves.mean(0)[PLACES]), deviation])
@@ -120,12 +132,12 @@ def untuned_table(found: Found) -> str:
 
 
 def grid_table(found: Found) -> str:
-    rates = sorted({r for grid in found.grids.values() for r in grid})
+    grids = found.grids.values()
     rows = [
-        [arm, *(percent(grid[r]) if r in grid else "" for r in rates)]
-        for arm, grid in found.grids.items()
+        [f"{rate:.3g}", *(percent(grid[rate]) if rate in grid else "" for grid in grids)]
+        for rate in sorted(set().union(*grids))
     ]
-    return table(["arm", *(f"{r:.3g}" for r in rates)], rows)
+    return table(["rate", *found.grids], rows)
 
 
 def length_table(found: Found) -> str:
@@ -173,6 +185,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=12, help="fresh paired seeds, at least 2")
     parser.add_argument("--steps", type=int, default=400, help=f"a multiple of {EVALUATIONS}")
     parser.add_argument("--quick", action="store_true", help="few seeds, steps and rates")
+    parser.add_argument("--controls", action="store_true", help="with two more ways of the mean")
     parser.add_argument("--out", help="write all curves to this JSON file")
     arguments = parser.parse_args()
     if arguments.seeds < 2:
@@ -184,7 +197,8 @@ def main() -> None:
         seeds, steps, tries, thin = min(seeds, 2), min(steps, 80), 1, 2
     tuning = [1000 + i for i in range(tries)]
     bench = Bench(steps)
-    found = find(bench, list(range(seeds)), tuning, thin)
+    controls = CONTROLS if arguments.controls else ()
+    found = find(bench, list(range(seeds)), tuning, thin, controls)
     print(report(found), flush=True)
     spent = time.process_time() - bench.begin
     where = environment()
@@ -199,7 +213,7 @@ def main() -> None:
             "rates": found.rate,
             "grids": found.grids,
             "target": found.target,
-            "steps_to_target": {arm: found.steps(arm) for arm in ARMS},
+            "steps_to_target": {arm: found.steps(arm) for arm in found.arms},
             "cpu_seconds": spent,
             "runs": runs,
         }
