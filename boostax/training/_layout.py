@@ -83,13 +83,15 @@ def _trace(
         return bool(_compat.varying_axes(value) & set(replicas.axes))
 
     def own(value: Any) -> Any:
-        return lax.pcast(value, replicas.axes, to="varying")
+        missing = tuple(a for a in replicas.axes if a not in _compat.varying_axes(value))
+        return lax.pcast(value, missing, to="varying") if missing else value
 
     def value_fn(at: Any, **_: Any) -> jax.Array:
         if any(map(varies, jax.tree.leaves(at))):
             raise _SearchError(
                 "tx searches along a line with parameters that differ between devices, and each "
-                "would wait for the others' loss; put the exchange ahead of the line search"
+                "would wait for the others' loss; leave the exchange out of tx, and the step takes the "
+                "mean ahead of the line search"
             )
         return jnp.float32(0)
 
