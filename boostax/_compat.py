@@ -15,13 +15,16 @@ __all__ = [
     "as_carry",
     "backend_is_up",
     "cond",
+    "explicit_spec",
     "in_a_cluster",
     "initialize_in_cluster",
     "inner_jaxprs",
+    "laid_out",
     "like",
     "open_jaxpr",
     "tracks_varying",
     "varying_axes",
+    "whole",
     "zeros_like",
     "zeros_of",
 ]
@@ -40,14 +43,36 @@ def varying_axes(value: Any) -> frozenset[str]:
     return frozenset(getattr(kind, "varying", ()))
 
 
+def explicit_spec(value: Any) -> Any | None:
+    """Return how an array lies over Explicit mesh axes, or None where its type tells of none."""
+    sharding = getattr(jax.typeof(value), "sharding", None)
+    spec = getattr(sharding, "spec", ())
+    return spec if any(part is not None for part in spec) else None
+
+
+def laid_out(value: jax.Array, spec: Any) -> jax.Array:
+    """Lay an array out over the Explicit mesh axes as ``spec`` says; None changes nothing."""
+    return value if spec is None else jax.sharding.reshard(value, spec)
+
+
+def whole(value: jax.Array) -> jax.Array:
+    """Return an array that no Explicit mesh axis splits, so that it can take any shape."""
+    if explicit_spec(value) is None:
+        return value
+    return laid_out(value, jax.sharding.PartitionSpec(*[None] * jnp.ndim(value)))
+
+
 def zeros_like(value: Any) -> jax.Array:
     """Return zeros of the same shape, dtype and sharding, the same on all devices in ``shard_map``.
 
     ``jnp.zeros_like`` of a value that varies over a mesh axis varies as well.
     """
-    if in_manual_region():
+    if not in_manual_region():
+        return jnp.zeros_like(value)
+    spec = explicit_spec(value)
+    if spec is None:
         return jnp.zeros(jnp.shape(value), jnp.result_type(value))
-    return jnp.zeros_like(value)
+    return jnp.zeros(jnp.shape(value), jnp.result_type(value), out_sharding=spec)
 
 
 def like(value: Any, other: Any) -> Any:

@@ -32,16 +32,19 @@ class Reduce:
         leaves, treedef = jax.tree.flatten(tree)
         taken = [i for i, leaf in enumerate(leaves) if _is_inexact(leaf)]
         terms = [_wide(leaves[i]) for i in taken]
-        if self.op == "mean" and weight is not None:
-            # w / sum(w) first: w * x could overflow where the mean does not.
-            share, _ = shares(weight, self.axes)
-            terms = [_share_of(term, share) for term in terms]
+        if weight is not None:
+            total = lax.psum(jnp.asarray(weight, jnp.float32), self.axes)
+            terms = [
+                # w / sum(w) first: w * x could overflow where the mean does not.
+                _part(term, weight, total if self.op == "mean" else None)
+                for term in terms
+            ]
         sums = lax.psum(terms, self.axes)
         if self.op == "mean" and weight is None:
             # Afterwards, where it is fused with what the optimizer does.
-            sums = [total * (1 / lax.axis_size(self.axes)) for total in sums]
-        for i, total in zip(taken, sums, strict=True):
-            leaves[i] = total.astype(leaves[i].dtype)
+            sums = [new * (1 / lax.axis_size(self.axes)) for new in sums]
+        for i, new in zip(taken, sums, strict=True):
+            leaves[i] = new.astype(leaves[i].dtype)
         return treedef.unflatten(leaves)
 
 
@@ -69,8 +72,12 @@ def _wide(leaf: jax.Array) -> jax.Array:
     return leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
 
 
-def _share_of(leaf: jax.Array, share: jax.Array) -> jax.Array:
-    return jnp.where(share == 0, jnp.zeros_like(leaf), leaf * share.astype(leaf.real.dtype))
+def _part(leaf: jax.Array, weight: Any, total: jax.Array | None) -> jax.Array:
+    """Return what a device adds: nothing where its weight is 0, whatever the leaf holds."""
+    weight = jnp.asarray(weight, jnp.float32).astype(leaf.real.dtype)
+    if total is not None:
+        leaf = leaf * (weight / jnp.where(total == 0, 1, total).astype(leaf.real.dtype))
+    return jnp.where(weight == 0, jnp.zeros_like(leaf), leaf)
 
 
 def _is_inexact(leaf: Any) -> bool:

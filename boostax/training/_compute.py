@@ -217,7 +217,12 @@ class StepFunction:
         if finite is not None:
             # A device of weight 0 adds nothing, whatever it holds.
             finite = replicas.agree(finite | (weight == 0) if self._gives_weight else finite)
-        return finite, replicas.total(weight)
+        if not self._gives_weight:
+            return finite, replicas.total(weight)
+        # A weight that is none, on one device, makes the batch's weight 0, which skips.
+        sound = replicas.agree(jnp.isfinite(weight) & (weight >= 0))
+        total = replicas.total(weight)
+        return finite, jnp.where(sound & jnp.isfinite(total), total, 0.0)
 
     def _look_up_momenta(self, state: TrainState, batch: Any) -> None:
         """Note the momenta of the linen modules that the loss calls, where they aren't known yet."""
@@ -343,8 +348,8 @@ class StepFunction:
             stats = self._pooled(start, stats, weight)
         leaves, treedef = jax.tree.flatten(grads)
         own = [leaf for leaf, flag in zip(leaves, trained, strict=True) if flag]
-        # Without weights the devices' parts are of one size.
-        shared = weight if self._gives_weight else None
+        # Without weights the devices' parts are of one size; other processes can have given more.
+        shared = weight if self._gives_weight or jax.process_count() > 1 else None
         if replicas.exchange == "step":
             own = replicas.mean(own, shared)
         elif self._gives_weight:

@@ -7,7 +7,8 @@ entry a device, split over the data axes. JAX's types in ``shard_map`` tell whic
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -34,6 +35,7 @@ def differing(
     params: Any,
     replicas: Replicas,
     accept: Callable[[dict[str, Any]], dict[str, Any]],
+    extra: Mapping[str, Any],
 ) -> tuple[bool, ...]:
     """Say for each leaf of the optimizer state, in tree order, whether it differs between devices.
 
@@ -44,6 +46,7 @@ def differing(
       params: the parameters, or their shapes.
       replicas: the devices.
       accept: leaves out what ``tx`` does not take of the extra arguments of a step.
+      extra: the user's own extra arguments, the same on all devices.
 
     Raises:
       ValueError: the updates differ between devices too, or it can't be told.
@@ -53,14 +56,15 @@ def differing(
     leaves, treedef = jax.tree.flatten(state)
     marks = [False] * len(leaves)
     while replicas.exchange != "step":
-        updates, found = _trace(tx, shapes, leaves, treedef, marks, replicas, accept)
+        updates, found = _trace(tx, shapes, leaves, treedef, marks, replicas, accept, extra)
         if found == marks:
             if updates:
                 raise ValueError(
                     f"tx: the updates of {', '.join(map(repr, updates[:5]))} would differ between "
                     f"the devices of {list(replicas.axes)}; the exchange in tx must combine every "
                     "leaf, over all of these axes (adasum's inner_axis takes the mean over one), "
-                    "and nothing behind it may bring the devices' own values back"
+                    "and nothing behind it may bring the devices' own values back (accumulate goes "
+                    "around the exchange, not behind it)"
                 )
             break
         marks = found
@@ -75,6 +79,7 @@ def _trace(
     marks: list[bool],
     replicas: Replicas,
     accept: Callable[[dict[str, Any]], dict[str, Any]],
+    extra: Mapping[str, Any],
 ) -> tuple[list[str], list[bool]]:
     """Return the paths of the updates that vary, and which leaves of the new state do."""
     told: list[Any] = []
@@ -82,9 +87,14 @@ def _trace(
     def varies(value: Any) -> bool:
         return bool(_compat.varying_axes(value) & set(replicas.axes))
 
-    def own(value: Any) -> Any:
+    def differ(value: Any) -> Any:
         missing = tuple(a for a in replicas.axes if a not in _compat.varying_axes(value))
         return lax.pcast(value, missing, to="varying") if missing else value
+
+    def own(value: Any) -> Any:
+        if not jnp.issubdtype(jnp.result_type(value), jnp.inexact) or not jnp.size(value):
+            return value  # the gradient of integers is zero everywhere
+        return differ(value)
 
     def value_fn(at: Any, **_: Any) -> jax.Array:
         if any(map(varies, jax.tree.leaves(at))):
@@ -97,7 +107,7 @@ def _trace(
 
     def body(params: Any, leaves: list[Any]) -> jax.Array:
         grads = jax.tree.map(own, params)
-        state = [own(x) if mark else x for x, mark in zip(leaves, marks, strict=True)]
+        state = [differ(x) if mark else x for x, mark in zip(leaves, marks, strict=True)]
         given: dict[str, Any] = {
             "value": jnp.float32(0),
             "grad": grads,
@@ -110,7 +120,7 @@ def _trace(
         }
         if replicas.exchange == "window":
             given["boostax_exchange"] = replicas.mean
-        given = accept(given)
+        given = {**accept(given), **extra}
         for name in ("value_fn", "obj_fn"):
             if name in given:
                 given[name] = declaring(value_fn, given)
@@ -135,6 +145,12 @@ def _trace(
     except _SearchError:
         raise
     except Exception as error:
+        missing = re.search(r"required (?:keyword-only )?arguments?:? (.*)", str(error))
+        if missing or "average_extra" in str(error):
+            raise ValueError(
+                f"init: tx takes extra arguments of your own, and its update is traced here: {error}; "
+                "give examples of them, step.init(..., extra={'name': value})"
+            ) from error
         raise ValueError(
             "tx exchanges between devices, and what of its state differs between them can't be "
             "told, because its update can't be traced in shard_map (around an exchange use "
@@ -153,19 +169,21 @@ def change_leaves(state: Any, marks: tuple[bool, ...], change: Callable[[Any], A
 
 
 def over_mesh(
-    function: Callable[..., Any], replicas: Replicas, marks_of: Callable[[Any], tuple[bool, ...]]
+    function: Callable[..., Any],
+    replicas: Replicas,
+    marks_of: Callable[[Any, Any], tuple[bool, ...]],
 ) -> Callable[..., Any]:
     """Let ``function(state, batch, extra) -> (state, metrics)`` run on each device's part.
 
     Args:
       function: what a device does; the leaves that are its own have no leading axis in it.
       replicas: the devices.
-      marks_of: tells from the parameters which leaves of the optimizer state these are.
+      marks_of: tells from the state and the extra arguments which leaves of the optimizer state
+        these are, and checks the state.
     """
 
     def mapped(state: Any, batch: Any, extra: Any) -> tuple[Any, Any]:
-        marks = marks_of(state.params)
-        check_leading(state.opt_state, marks, replicas.size)
+        marks = marks_of(state, extra)
         specs = _state_specs(state, marks, replicas)
 
         def body(state: Any, batch: Any, extra: Any) -> tuple[Any, Any]:
@@ -180,13 +198,14 @@ def over_mesh(
 
 
 def flush_over_mesh(
-    function: Callable[..., Any], replicas: Replicas, marks_of: Callable[[Any], tuple[bool, ...]]
+    function: Callable[..., Any],
+    replicas: Replicas,
+    marks_of: Callable[[Any, Any], tuple[bool, ...]],
 ) -> Callable[..., Any]:
     """Let ``function(state, extra) -> state`` run on each device; see :func:`over_mesh`."""
 
     def mapped(state: Any, extra: Any) -> Any:
-        marks = marks_of(state.params)
-        check_leading(state.opt_state, marks, replicas.size)
+        marks = marks_of(state, extra)
         specs = _state_specs(state, marks, replicas)
 
         def body(state: Any, extra: Any) -> Any:
@@ -223,19 +242,54 @@ def _stacked(state: Any, marks: tuple[bool, ...]) -> Any:
     return state.replace(opt_state=change_leaves(state.opt_state, marks, lambda leaf: leaf[None]))
 
 
-def check_leading(opt_state: Any, marks: tuple[bool, ...], size: int) -> None:
+def made_shapes(tx: Any, params: Any) -> list[tuple[int, ...]] | None:
+    """Return the shapes of the arrays that ``tx.init`` makes; None where it looks at values."""
+    shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(np.shape(p), p.dtype), params)
+    try:
+        return [x.shape for x in jax.tree.leaves(jax.eval_shape(tx.init, shapes))]
+    except Exception:
+        return None
+
+
+def check_shapes(opt_state: Any, expected: list[tuple[int, ...]] | None, maker: str = "tx") -> None:
+    """Raise where an optimizer state was made on a mesh and this step has none, and the like.
+
+    Args:
+      opt_state: the optimizer state.
+      expected: the shapes that its arrays must have; None where they can't be told.
+      maker: what makes these shapes, for the message.
+
+    Raises:
+      StateMismatchError: an array has another shape.
+    """
+    if expected is None:
+        return
+    leaves = jax.tree.leaves(opt_state)
+    if len(leaves) != len(expected):
+        raise StateMismatchError(
+            f"state: its optimizer state has {len(leaves)} arrays, {maker} makes {len(expected)}; make "
+            "it with step.init, or restore it with that as the target"
+        )
+    for path, leaf, shape in zip(leaf_paths(opt_state), leaves, expected, strict=True):
+        if np.shape(leaf) != shape:
+            raise StateMismatchError(
+                f"state: {path!r} of the optimizer state has the shape {np.shape(leaf)}, and {maker} "
+                f"makes {shape}. A state from a mesh can have one entry a device ahead; go on with the "
+                "tx and the mesh that it was made with, or start with step.init"
+            )
+
+
+def check_leading(
+    opt_state: Any, marks: tuple[bool, ...], made: list[tuple[int, ...]] | None, size: int
+) -> None:
     """Raise where a state was made for another number of devices.
 
     Raises:
       StateMismatchError: a leaf that is each device's own has not one entry a device.
     """
-    leaves = jax.tree.leaves(opt_state)
-    if len(leaves) != len(marks):
-        raise StateMismatchError(
-            f"state: its optimizer state has {len(leaves)} arrays, tx makes {len(marks)}; make it "
-            "with step.init, or restore it with that as the target"
-        )
-    for path, leaf, mark in zip(leaf_paths(opt_state), leaves, marks, strict=True):
+    for path, leaf, mark in zip(
+        leaf_paths(opt_state), jax.tree.leaves(opt_state), marks, strict=False
+    ):
         if mark and (np.ndim(leaf) == 0 or np.shape(leaf)[0] != size):
             entries = np.shape(leaf)[0] if np.ndim(leaf) else "no"
             raise StateMismatchError(
@@ -243,3 +297,6 @@ def check_leading(opt_state: Any, marks: tuple[bool, ...], size: int) -> None:
                 f"entries, but the batch is split over {size} devices; go on with as many devices "
                 "as it was made for, or start with step.init"
             )
+    if made is not None:
+        expected = [(size, *x) if mark else x for x, mark in zip(made, marks, strict=True)]
+        check_shapes(opt_state, expected, "tx on this mesh")

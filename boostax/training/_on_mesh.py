@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 import optax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from boostax.training._arguments import accepted
 from boostax.training._compute import Settings
@@ -15,9 +17,11 @@ from boostax.training._layout import (
     check_leading,
     differing,
     flush_over_mesh,
+    made_shapes,
     over_mesh,
 )
 from boostax.training._placement import (
+    batch_specs,
     check_unsplit,
     filled_batch,
     place,
@@ -39,16 +43,29 @@ class OnMesh:
         self._tx = tx
         self._settings = settings
         self._differing: dict[Any, tuple[bool, ...]] = {}
+        self._made: dict[Any, list[tuple[int, ...]] | None] = {}
         self._lies: list[Any] | None = None
 
-    def marks(self, params: Any) -> tuple[bool, ...]:
+    def marks(self, params: Any, extra: Mapping[str, Any]) -> tuple[bool, ...]:
         """Say for each leaf of the optimizer state whether it differs between devices."""
         structure = jax.tree.structure(params)
         if structure not in self._differing:
-            self._differing[structure] = differing(
-                self._tx, params, self.replicas, lambda given: accepted(self._tx, given)
-            )
+            accept = lambda given: accepted(self._tx, given)
+            self._differing[structure] = differing(self._tx, params, self.replicas, accept, extra)
         return self._differing[structure]
+
+    def checked_marks(self, state: TrainState, extra: Mapping[str, Any]) -> tuple[bool, ...]:
+        """Return the marks, after a look at the state's shapes.
+
+        Raises:
+          StateMismatchError: it was made for another number of devices, or by another ``tx``.
+        """
+        marks = self.marks(state.params, extra)
+        key = tuple(np.shape(leaf) for leaf in jax.tree.leaves(state.params))
+        if key not in self._made:
+            self._made[key] = made_shapes(self._tx, state.params)
+        check_leading(state.opt_state, marks, self._made[key], self.replicas.size)
+        return marks
 
     def placed_params(self, params: Any) -> Any:
         """Put parameters on the mesh; those that lie on it stay where they are."""
@@ -57,12 +74,12 @@ class OnMesh:
             check_unsplit(params, self.replicas)
         return params
 
-    def first_state(self, state: TrainState) -> TrainState:
+    def first_state(self, state: TrainState, extra: Mapping[str, Any]) -> TrainState:
         """Put a new state on the mesh, and give the devices what is their own."""
         state = place(state, self.replicas)
         own = lambda leaf: spread(leaf, self.replicas)
         return state.replace(
-            opt_state=change_leaves(state.opt_state, self.marks(state.params), own)
+            opt_state=change_leaves(state.opt_state, self.marks(state.params, extra), own)
         )
 
     def moved(self, state: TrainState) -> bool:
@@ -73,14 +90,19 @@ class OnMesh:
         )
         return before is not None and before != self._lies
 
-    def placed_state(self, state: TrainState) -> TrainState:
+    def placed_state(self, state: TrainState, extra: Mapping[str, Any]) -> TrainState:
         """Put a state on the mesh that may come from a checkpoint.
 
         Raises:
           StateMismatchError: it was made for another number of devices.
         """
-        marks = self.marks(state.params)
-        check_leading(state.opt_state, marks, self.replicas.size)
+        marks = self.checked_marks(state, extra)
+        leaves, treedef = jax.tree.flatten(state)
+        if self._lies is not None and len(self._lies) == len(leaves):
+            # From the host, say: back to where the first state lay.
+            return treedef.unflatten(
+                [place(x, self.replicas, at) for x, at in zip(leaves, self._lies, strict=True)]
+            )
         own = lambda leaf: place_spread(leaf, self.replicas)
         opt_state = change_leaves(state.opt_state, marks, own)
         return place(state.replace(opt_state=opt_state), self.replicas)
@@ -88,6 +110,20 @@ class OnMesh:
     def placed(self, batch: Any, extra: Any) -> tuple[Any, Any]:
         """Put a batch and extra arguments on the mesh."""
         return place_batch(batch, self.replicas), place(extra, self.replicas)
+
+    def resharded(self, batch: Any) -> Any:
+        """Split a batch that is being traced; over Explicit axes its type has to tell so."""
+        mesh = self.replicas.mesh
+        explicit = {
+            name
+            for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+            if kind == AxisType.Explicit
+        }
+        if not explicit & set(self.replicas.axes):
+            return batch
+        specs = batch_specs(batch, self.replicas)
+        put = lambda leaf, spec: jax.sharding.reshard(leaf, NamedSharding(mesh, spec))
+        return jax.tree.map(put, batch, specs)
 
     def filled(self, batch: Any, gives_weight: Callable[[], bool]) -> Any:
         """Fill a batch up that the devices can't share evenly, where that is allowed.
@@ -104,18 +140,19 @@ class OnMesh:
             )
         return filled
 
-    def abstract(self, opt_state: Any, params: Any) -> Any:
+    def abstract(self, opt_state: Any, params: Any, extra: Mapping[str, Any]) -> Any:
         """Return the shapes of an optimizer state, with the leading axes that it has here."""
-        own = lambda x: jax.ShapeDtypeStruct((self.replicas.size, *x.shape), x.dtype)
-        return change_leaves(opt_state, self.marks(params), own)
+        lies = NamedSharding(self.replicas.mesh, PartitionSpec(self.replicas.axes))
+        own = lambda x: jax.ShapeDtypeStruct((self.replicas.size, *x.shape), x.dtype, sharding=lies)
+        return change_leaves(opt_state, self.marks(params, extra), own)
 
     def mapped(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``(state, batch, extra) -> (state, metrics)`` over all devices."""
-        return over_mesh(function, self.replicas, self.marks)
+        return over_mesh(function, self.replicas, self.checked_marks)
 
     def mapped_flush(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``(state, extra) -> state`` over all devices."""
-        return flush_over_mesh(function, self.replicas, self.marks)
+        return flush_over_mesh(function, self.replicas, self.checked_marks)
 
     def jit(
         self,

@@ -14,27 +14,36 @@ from boostax._tree import leaf_paths
 from boostax.training._replicas import Replicas
 
 
-def sharding_on(leaf: Any, replicas: Replicas) -> NamedSharding:
+def sharding_on(leaf: Any, replicas: Replicas, default: Any = None) -> NamedSharding:
     """Return where a leaf of a train state lies: where it is if on this mesh, else on all devices."""
     own = getattr(leaf, "sharding", None)
     if isinstance(own, NamedSharding) and own.mesh == replicas.mesh:
         return own
-    return NamedSharding(replicas.mesh, PartitionSpec())
+    return NamedSharding(replicas.mesh, PartitionSpec()) if default is None else default
 
 
-def place(tree: Any, replicas: Replicas) -> Any:
-    """Put every array of a state on the mesh; those that lie on it stay where they are."""
-    return jax.tree.map(lambda leaf: _put(leaf, sharding_on(leaf, replicas)), tree)
+def place(tree: Any, replicas: Replicas, default: Any = None) -> Any:
+    """Put every array of a state on the mesh; those that lie on it stay where they are.
+
+    The others go to all devices, or where ``default`` says.
+    """
+    return jax.tree.map(lambda leaf: _put(leaf, sharding_on(leaf, replicas, default)), tree)
 
 
 def spread(leaf: Any, replicas: Replicas) -> jax.Array:
     """Return one entry a device of a leaf, split over the data axes ahead of its own sharding."""
-    spec = PartitionSpec(replicas.axes, *sharding_on(leaf, replicas).spec)
+    spec = PartitionSpec(replicas.axes, *_other_axes(sharding_on(leaf, replicas).spec, replicas))
     copy = jax.jit(
         lambda x: jnp.broadcast_to(x[None], (replicas.size, *x.shape)),
         out_shardings=NamedSharding(replicas.mesh, spec),
     )
     return copy(leaf)
+
+
+def _other_axes(spec: PartitionSpec, replicas: Replicas) -> list[Any]:
+    parts = [part if isinstance(part, tuple) else (part,) for part in spec]
+    kept = [tuple(name for name in part if name not in (None, *replicas.axes)) for part in parts]
+    return [part or None for part in kept]
 
 
 def place_spread(leaf: Any, replicas: Replicas) -> jax.Array:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.core
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.core import Tracer
 
 from boostax.training._compute import Settings, StepFunction
 from boostax.training._dispatch import Position, called_every_window, check_static_facts
+from boostax.training._layout import check_shapes, made_shapes
 from boostax.training._on_mesh import OnMesh
 from boostax.training._start import (
     check_extra,
@@ -62,6 +64,8 @@ class TrainStep:
         self._nnx: Any = None
         self._key_impl: str | None = None
         self._flush: Any = None
+        # The shapes that an optimizer state must have, by those of the parameters.
+        self._made: dict[Any, Any] = {}
         # Whether the loss gives a weight, by the structure of the batch.
         self._weighted: dict[Any, bool] = {}
         self._compiled: dict[int | None, Any] = {}
@@ -74,7 +78,14 @@ class TrainStep:
         # The state that was returned last, and where it stands: then the device needn't be asked.
         self._last: tuple[weakref.ref[TrainState], Position] | None = None
 
-    def init(self, model_or_params: Any, *, model_state: Any = None, rng: Any = None) -> TrainState:
+    def init(
+        self,
+        model_or_params: Any,
+        *,
+        model_state: Any = None,
+        rng: Any = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> TrainState:
         """Return the first train state; all arrays are copies, so that donation spares the model.
 
         Args:
@@ -84,6 +95,8 @@ class TrainStep:
             None. Not for nnx, whose model holds its own.
           rng: a key of ``jax.random.key`` or ``jax.random.PRNGKey``, or an int seed. Needed if the
             loss declares ``rng``; default None.
+          extra: examples of the extra arguments that ``tx`` needs of you (only shapes are used), for
+            a step over a mesh whose ``tx`` combines gradients. Default None.
 
         Raises:
           TypeError: a linen module was given instead of its parameters, or an argument has a wrong
@@ -150,7 +163,7 @@ class TrainStep:
         )
         if self._mesh is None:
             return state
-        state = self._mesh.first_state(state)
+        state = self._mesh.first_state(state, {} if extra is None else extra)
         if self._mesh.moved(state):
             self._compiled.clear()
             self._flush = None
@@ -162,13 +175,15 @@ class TrainStep:
         check_state(state)
         check_extra(extra)
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, batch, extra))):
-            return self._mapped(None)(state, self._filled(batch, state), extra)
+            batch = self._filled(batch, state)
+            batch = batch if self._mesh is None else self._mesh.resharded(batch)
+            return self._mapped(None)(state, batch, extra)
         position = self._position(state)
         index = self.settings.freezing.index_at(position.windows) if self._on_host else None
         batch = self._filled(batch, state)
         if self._mesh is not None:
             known = self._last is not None and self._last[0]() is state
-            state = state if known else self._mesh.placed_state(state)
+            state = state if known else self._mesh.placed_state(state, extra)
             batch, extra = self._mesh.placed(batch, extra)
         passed = self._without_idle_counter(state, batch)
         new_state, metrics = self._jitted(index, passed)(passed, batch, extra)
@@ -211,7 +226,7 @@ class TrainStep:
             return self._mapped_flush()(state, extra)
         check_static_facts(self.tx, state.opt_state)
         if self._mesh is not None:
-            state = self._mesh.placed_state(state)
+            state = self._mesh.placed_state(state, extra)
         if self._flush is None:
             self._flush = self._jit(self._mapped_flush(), state, results=1)
         return self._flush(state, extra)
@@ -268,10 +283,10 @@ class TrainStep:
         step._nnx, step._key_impl, step._momenta = self._nnx, self._key_impl, self._momenta
         return step
 
-    def abstract_opt_state(self, params: Any) -> Any:
+    def abstract_opt_state(self, params: Any, extra: Mapping[str, Any]) -> Any:
         """Return the optimizer state's shapes, with a leading axis where devices have their own."""
         state = jax.eval_shape(self.tx.init, params)
-        return state if self._mesh is None else self._mesh.abstract(state, params)
+        return state if self._mesh is None else self._mesh.abstract(state, params, extra)
 
     def _function(self) -> StepFunction:
         return StepFunction(
@@ -358,6 +373,11 @@ class TrainStep:
             return self._last[1]
         check_static_facts(self.tx, state.opt_state)
         self._check_parts(state.opt_state)
+        if self._mesh is None:
+            key = tuple(np.shape(leaf) for leaf in jax.tree.leaves(state.params))
+            if key not in self._made:
+                self._made[key] = made_shapes(self.tx, state.params)
+            check_shapes(state.opt_state, self._made[key])
         if not self._on_host:
             return Position(0, 0)
         frozen: Any = find_state(state.opt_state, FreezeState)  # the check above found it

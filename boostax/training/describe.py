@@ -123,7 +123,9 @@ def describe_step(step: Any, state: Any, batch: Any, extra: Mapping[str, Any]) -
         lowered = step.lower(abstract, batch, index=index, **extra)
         variants.append(compiled_cost(name, lowered.compile()))
     plain = plain_step(step)
-    plain_state = abstract.replace(opt_state=plain.abstract_opt_state(abstract.params), window=None)
+    plain_state = abstract.replace(
+        opt_state=plain.abstract_opt_state(abstract.params, extra), window=None
+    )
     plain_cost = compiled_cost("plain", plain.lower(plain_state, batch, **extra).compile())
     notes = []
     if freezing is not None and indices == [None]:

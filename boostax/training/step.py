@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 from boostax import _info
+from boostax._exclusions import LINE_SEARCHES
 from boostax.errors import StateMismatchError
 from boostax.training._compute import Settings
 from boostax.training._replicas import Replicas
@@ -76,7 +77,8 @@ def train_step(
       donate: give the old state's buffers to the new one. Default True: the state passed in
         can't be used again.
       mesh: a ``jax.sharding.Mesh`` (axes of type Auto or Explicit) to run on, data-parallel. Each
-        batch is split along its first axis over ``data_axes``; scalars in it go to all devices.
+        batch is split along its first axis over ``data_axes``; scalars in it go to all devices (then the
+        loss has to return ``LossAux(weight=...)``).
         Parameters lie on all devices, or over other axes of the mesh as they were placed. Gradients,
         loss and metrics are averaged by weight, batch statistics pooled, decisions taken together,
         and each device draws from a key of its own. Where ``tx`` holds an exchange
@@ -208,11 +210,12 @@ def _replicas(tx: Any, mesh: Any, wanted: Any) -> Replicas | None:
         return None
     axes = find_data_axes(mesh, wanted, exchanged)
     outermost = _info.info_of(tx)
-    # A part that refuses arguments it does not know would refuse the exchange too.
-    refuses = any(info.keywords is not None for info in _info.walk(tx))
+    # A part that refuses arguments it does not know would refuse the exchange too, and a line search
+    # asks for the loss where the gradient is that of all devices.
+    alone = any(i.keywords is not None or i.name in LINE_SEARCHES for i in _info.walk(tx))
     if exchanged:
         exchange = "tx"
-    elif outermost is not None and outermost is _info.find(tx, "accumulate") and not refuses:
+    elif outermost is not None and outermost is _info.find(tx, "accumulate") and not alone:
         exchange = "window"
     else:
         exchange = "step"

@@ -20,6 +20,11 @@ def check_no_window(inner: Any) -> None:
     found = next(
         (i.name for i in _info.walk(inner) if i.name in {"accumulate", "MultiSteps"}), None
     )
+    if _info.find(inner, "local_steps") is not None:
+        raise ValueError(
+            "freeze: inner holds local_steps. A leaf frozen between two exchanges would stay apart on "
+            "each device for as long; freeze inside it, local_steps(freeze(inner, freezing), ...)"
+        )
     if found is not None:
         raise ValueError(
             f"freeze: inner holds {found}, whose window of several gradients would lie inside the "

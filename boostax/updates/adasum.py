@@ -201,9 +201,12 @@ def adasum(
         if size > 1 and sent:
             cut, _ = settings.buckets.places(paths)
             buffers = [[sent[i] for i in buffer] for buffer in cut]
+            specs = {i: _compat.explicit_spec(leaves[i]) for i in sent}
+            for i in sent:
+                leaves[i] = _compat.whole(leaves[i])
             for places, new in _exchanged(settings, leaves, buffers, size):
                 for i, leaf in zip(places, new, strict=True):
-                    leaves[i] = leaf
+                    leaves[i] = _compat.laid_out(leaf, specs[i])
         return treedef.unflatten(leaves), state
 
     shown = {
@@ -331,7 +334,8 @@ def _points(buckets: Any) -> tuple[int, ...]:
 def _order(order: Any) -> tuple[str, ...] | None:
     if order is None:
         return None
-    if isinstance(order, str) or not all(isinstance(path, str) for path in order):
+    is_list = isinstance(order, Sequence) and not isinstance(order, str)
+    if not is_list or not all(isinstance(path, str) for path in order):
         raise TypeError(
             f"adasum: order must be a sequence of paths, as forward_order gives them; got {order!r}"
         )
