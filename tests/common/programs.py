@@ -57,7 +57,7 @@ def linen_step(
 
 
 def mesh_step(
-    tx: Callable[[], optax.GradientTransformation], count: int = 4, **settings: Any
+    tx: Callable[[], optax.GradientTransformation], count: int = 2, **settings: Any
 ) -> Callable[[str, bool], Program]:
     """Return a row's ``program``: the linen network's train step over a mesh."""
 

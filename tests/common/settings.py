@@ -39,10 +39,8 @@ def _accumulate(policy: str):
     )
 
 
-def _adasum(algorithm: str):
-    return lambda learning_rate: optax.chain(
-        boostax.adasum("data", algorithm=algorithm), optax.sgd(learning_rate, 0.9)
-    )
+def _adasum(learning_rate):
+    return optax.chain(boostax.adasum("data"), optax.sgd(learning_rate, 0.9))
 
 
 def _local_steps(learning_rate):
@@ -132,17 +130,14 @@ ROWS: tuple[Row, ...] = (
             boostax.centralize(),
         ),
     ),
-    *(
-        Row(
-            name=f"adasum_{algorithm}",
-            covers=("adasum",),
-            seam="update",
-            cycle=2,
-            talks_to_devices=True,
-            transform=_adasum(algorithm),
-            does_not_apply=_MANUAL,
-        )
-        for algorithm in ("halving", "gather")
+    Row(
+        name="adasum",
+        covers=("adasum",),
+        seam="update",
+        cycle=2,
+        talks_to_devices=True,
+        transform=_adasum,
+        does_not_apply=_MANUAL,
     ),
     Row(
         name="all_reduce",
