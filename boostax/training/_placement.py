@@ -157,7 +157,7 @@ def _is_local(leaf: Any) -> bool:
 
 def _put(leaf: Any, sharding: NamedSharding, *, part: bool = False) -> Any:
     """Put an array on the mesh; of several processes, each has all of it, or its own part."""
-    if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
+    if isinstance(leaf, jax.Array) and getattr(leaf, "sharding", None) == sharding:
         return leaf
     if jax.process_count() > 1 and _is_local(leaf):
         leaf = np.asarray(leaf)

@@ -71,7 +71,8 @@ def test_donated(row):
     program = harness.build(row, donate=True)
     step = harness.compiled(program, donate_argnums=0)
     carry = first = program.init()
-    pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(carry) if leaf.size]
+    shards = [s for leaf in jax.tree.leaves(carry) if leaf.size for s in leaf.addressable_shards]
+    pointers = [shard.data.unsafe_buffer_pointer() for shard in shards]
     assert len(set(pointers)) == len(pointers), "leaves of a fresh state share a buffer"
     for t, batch in enumerate(run.batches):
         carry, _ = step(carry, batch)
