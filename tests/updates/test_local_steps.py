@@ -146,9 +146,8 @@ def test_every_step_is_the_exchange_on_updates():
 # Against float64
 
 
-@pytest.mark.parametrize("outer", [True, False])
 @pytest.mark.parametrize("kind", EXCHANGES)
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize(("n", "outer"), [(2, False), (4, True)])
 def test_lanes_equal_a_loop_in_float64(n, kind, outer):
     tx, params = make(kind, outer=outer), jnp.zeros(3)
     one = lambda target: run_steps(tx, 7, target, params, tx.init(params))[0]
@@ -202,9 +201,8 @@ def first_state(tx, n, check_vma):
     )
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("kind", EXCHANGES)
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize(("n", "check_vma"), [(2, False), (4, True)])
 def test_devices_equal_a_loop_in_float64(n, kind, check_vma):
     tx = make(kind)
     step = over_devices(tx, n, 7, check_vma)
