@@ -222,7 +222,8 @@ def _zero_offset(leaf: Any) -> Any:
 
 
 def _where_floating(param: Any, offset: Any) -> Any:
-    return offset if _is_masked(offset) else param
+    # In the offset's dtype, which is that of what is exchanged: the outer state keeps it.
+    return offset if _is_masked(offset) else param.astype(offset.dtype)
 
 
 def _moved(param: Any, offset: Any) -> Any:

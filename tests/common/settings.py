@@ -158,6 +158,8 @@ ROWS: tuple[Row, ...] = (
         talks_to_devices=True,
         transform=_local_steps,
         does_not_apply={
+            "inject_hyperparams": "the outer momentum carries moves made at the old rate along, so "
+            "that half the rate is not half the update",
             **_MANUAL,
             **dict.fromkeys(
                 ("devices", "shard_map"),
