@@ -247,7 +247,7 @@ def made_shapes(tx: Any, params: Any) -> list[tuple[int, ...]] | None:
     shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(np.shape(p), p.dtype), params)
     try:
         return [x.shape for x in jax.tree.leaves(jax.eval_shape(tx.init, shapes))]
-    except Exception:
+    except Exception:  # some look at values, and then the shapes go unchecked
         return None
 
 

@@ -11,7 +11,6 @@ import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from boostax.training._arguments import accepted
-from boostax.training._compute import Settings
 from boostax.training._layout import (
     change_leaves,
     check_leading,
@@ -31,6 +30,7 @@ from boostax.training._placement import (
     spread,
 )
 from boostax.training._replicas import Replicas
+from boostax.training._settings import Settings
 from boostax.training.state import TrainState
 
 

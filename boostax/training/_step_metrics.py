@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from boostax.training._settings import Settings
 from boostax.training.metrics import global_norm, injected_learning_rate
 from boostax.training.state import TrainState
 from boostax.updates._skip import find_state, find_states
 from boostax.updates._window import AccumulateState
-
-if TYPE_CHECKING:
-    from boostax.training._compute import Settings
 
 
 def step_metrics(

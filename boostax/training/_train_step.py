@@ -15,10 +15,11 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from boostax.training._compute import Settings, StepFunction
+from boostax.training._compute import StepFunction
 from boostax.training._dispatch import Position, called_every_window, check_static_facts
 from boostax.training._layout import check_shapes, made_shapes
 from boostax.training._on_mesh import OnMesh
+from boostax.training._settings import Settings
 from boostax.training._start import (
     check_extra,
     check_state,

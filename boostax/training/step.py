@@ -12,9 +12,9 @@ import optax
 from boostax import _info
 from boostax._exclusions import LINE_SEARCHES
 from boostax.errors import StateMismatchError
-from boostax.training._compute import Settings
 from boostax.training._replicas import Replicas
 from boostax.training._replicas import data_axes as find_data_axes
+from boostax.training._settings import Settings
 from boostax.training._train_step import TrainStep
 from boostax.training.contract import declared_keywords
 from boostax.training.metrics import check_metrics
