@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["Reduce", "all_devices", "any_device", "shares"]
+__all__ = ["Reduce", "all_devices", "any_device"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,16 +46,6 @@ class Reduce:
         for i, new in zip(taken, sums, strict=True):
             leaves[i] = new.astype(leaves[i].dtype)
         return treedef.unflatten(leaves)
-
-
-def shares(weight: Any, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
-    """Return this device's share of the devices' total weight, and the total, in float32.
-
-    The share is 0 where the total is.
-    """
-    weight = jnp.asarray(weight, jnp.float32)
-    total = lax.psum(weight, axes)
-    return jnp.where(total == 0, 0.0, weight / jnp.where(total == 0, 1.0, total)), total
 
 
 def all_devices(flag: Any, axes: tuple[str, ...]) -> jax.Array:

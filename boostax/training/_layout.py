@@ -242,13 +242,28 @@ def _stacked(state: Any, marks: tuple[bool, ...]) -> Any:
     return state.replace(opt_state=change_leaves(state.opt_state, marks, lambda leaf: leaf[None]))
 
 
-def made_shapes(tx: Any, params: Any) -> list[tuple[int, ...]] | None:
-    """Return the shapes of the arrays that ``tx.init`` makes; None where it looks at values."""
-    shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(np.shape(p), p.dtype), params)
-    try:
-        return [x.shape for x in jax.tree.leaves(jax.eval_shape(tx.init, shapes))]
-    except Exception:  # some look at values, and then the shapes go unchecked
-        return None
+class MadeShapes:
+    """The shapes of the arrays that ``tx.init`` makes; None where it looks at values.
+
+    Kept for each set of parameter shapes, because a state is looked at in many calls.
+    """
+
+    def __init__(self, tx: optax.GradientTransformation):
+        self._tx = tx
+        self._known: dict[Any, list[tuple[int, ...]] | None] = {}
+
+    def __call__(self, params: Any) -> list[tuple[int, ...]] | None:
+        key = tuple(np.shape(leaf) for leaf in jax.tree.leaves(params))
+        if key not in self._known:
+            self._known[key] = self._traced(params)
+        return self._known[key]
+
+    def _traced(self, params: Any) -> list[tuple[int, ...]] | None:
+        shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(np.shape(p), p.dtype), params)
+        try:
+            return [x.shape for x in jax.tree.leaves(jax.eval_shape(self._tx.init, shapes))]
+        except Exception:  # some look at values, and then the shapes go unchecked
+            return None
 
 
 def check_shapes(opt_state: Any, expected: list[tuple[int, ...]] | None, maker: str = "tx") -> None:

@@ -6,17 +6,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from boostax.training._arguments import accepted
 from boostax.training._layout import (
+    MadeShapes,
     change_leaves,
     check_leading,
     differing,
     flush_over_mesh,
-    made_shapes,
     over_mesh,
 )
 from boostax.training._placement import (
@@ -43,7 +42,7 @@ class OnMesh:
         self._tx = tx
         self._settings = settings
         self._differing: dict[Any, tuple[bool, ...]] = {}
-        self._made: dict[Any, list[tuple[int, ...]] | None] = {}
+        self._made = MadeShapes(tx)
         self._lies: list[Any] | None = None
 
     def marks(self, params: Any, extra: Mapping[str, Any]) -> tuple[bool, ...]:
@@ -61,10 +60,7 @@ class OnMesh:
           StateMismatchError: it was made for another number of devices, or by another ``tx``.
         """
         marks = self.marks(state.params, extra)
-        key = tuple(np.shape(leaf) for leaf in jax.tree.leaves(state.params))
-        if key not in self._made:
-            self._made[key] = made_shapes(self._tx, state.params)
-        check_leading(state.opt_state, marks, self._made[key], self.replicas.size)
+        check_leading(state.opt_state, marks, self._made(state.params), self.replicas.size)
         return marks
 
     def placed_params(self, params: Any) -> Any:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from boostax.parallel.reduce import Reduce, all_devices, shares
+from boostax.parallel.reduce import Reduce, all_devices
 from boostax.training import batch_stats
 
 
@@ -55,7 +55,7 @@ class Replicas:
 
     def total(self, weight: Any) -> jax.Array:
         """Return the sum of the devices' weights."""
-        return shares(weight, self.axes)[1]
+        return lax.psum(jnp.asarray(weight, jnp.float32), self.axes)
 
     def root_mean_square(self, norm: jax.Array) -> jax.Array:
         """Return the root of the mean of the devices' squared norms."""
@@ -81,7 +81,7 @@ class Replicas:
         if not flat.leaves:
             return new
         pairs = {index for _, mean, var in flat.pairs for index in (mean, var)}
-        share, total = shares(weight, self.axes)
+        total = self.total(weight)
         rest = [i for i in range(len(flat.leaves)) if i not in pairs]
         leaves = list(flat.leaves)
         for i, leaf in zip(rest, self.mean([leaves[i] for i in rest], weight), strict=True):
@@ -92,7 +92,7 @@ class Replicas:
         window = batch_stats.add_micro(batch_stats.init_window(start), start, new, weight)
         means, variances = self.mean((window.mean, window.var), weight)
         spread = [
-            lax.psum(share * total * jnp.square(own - mean), self.axes)
+            lax.psum(window.weight * jnp.square(own - mean), self.axes)
             for own, mean in zip(window.mean, means, strict=True)
         ]
         merged = batch_stats.Window(total, means, variances, tuple(spread))

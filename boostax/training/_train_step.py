@@ -11,13 +11,12 @@ from typing import Any
 import flax.core
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.core import Tracer
 
 from boostax.training._compute import StepFunction
 from boostax.training._dispatch import Position, called_every_window, check_static_facts
-from boostax.training._layout import check_shapes, made_shapes
+from boostax.training._layout import MadeShapes, check_shapes
 from boostax.training._on_mesh import OnMesh
 from boostax.training._settings import Settings
 from boostax.training._start import (
@@ -66,7 +65,7 @@ class TrainStep:
         self._key_impl: str | None = None
         self._flush: Any = None
         # The shapes that an optimizer state must have, by those of the parameters.
-        self._made: dict[Any, Any] = {}
+        self._made = MadeShapes(self.tx)
         # Whether the loss gives a weight, by the structure of the batch.
         self._weighted: dict[Any, bool] = {}
         self._compiled: dict[int | None, Any] = {}
@@ -375,10 +374,7 @@ class TrainStep:
         check_static_facts(self.tx, state.opt_state)
         self._check_parts(state.opt_state)
         if self._mesh is None:
-            key = tuple(np.shape(leaf) for leaf in jax.tree.leaves(state.params))
-            if key not in self._made:
-                self._made[key] = made_shapes(self.tx, state.params)
-            check_shapes(state.opt_state, self._made[key])
+            check_shapes(state.opt_state, self._made(state.params))
         if not self._on_host:
             return Position(0, 0)
         frozen: Any = find_state(state.opt_state, FreezeState)  # the check above found it
