@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from boostax.updates.local_steps import local_params as local_params
     from boostax.updates.local_steps import local_steps as local_steps
     from boostax.updates.parameter_groups import parameter_groups as parameter_groups
+    from boostax.updates.scale_by_thor import ThorState as ThorState
+    from boostax.updates.scale_by_thor import scale_by_thor as scale_by_thor
+    from boostax.updates.thor import thor as thor
 
 # Name -> module. Front door, model seam, gradient seam, update seam, training, errors.
 _HOME = {
@@ -64,6 +67,9 @@ _HOME = {
     "LocalStepsState": "updates.local_steps",
     "centralize": "updates.centralize",
     "centralized_axes": "updates.centralize",
+    "scale_by_thor": "updates.scale_by_thor",
+    "ThorState": "updates.scale_by_thor",
+    "thor": "updates.thor",
     "LossAux": "training.contract",
     "TrainState": "training.state",
     "train_step": "training.step",

@@ -36,6 +36,8 @@ class TransformInfo:
         devices of these axes together.
       exchanges: whether its update takes ``boostax_exchange``, a function of gradients and weight
         that combines them over devices, and calls it as late and on as little as it can.
+      averaged: the extra arguments of its update that are means over a window by weight: names, and
+        trees of ``ShapeDtypeStruct``s.
     """
 
     name: str
@@ -47,6 +49,7 @@ class TransformInfo:
     keywords: frozenset[str] | None = None
     axes: tuple[str, ...] = ()
     exchanges: bool = False
+    averaged: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def with_info(

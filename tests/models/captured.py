@@ -1,0 +1,63 @@
+"""Captured layers made by hand, for tests of what uses them."""
+
+import dataclasses
+import zlib
+
+import jax.numpy as jnp
+
+from boostax.gradients._blocks import Block, Factors, Side
+from boostax.gradients._views import View
+
+
+@dataclasses.dataclass(frozen=True)
+class Captured:
+    """What THOR's update asks of captured layers."""
+
+    blocks: tuple
+    first: tuple = ()
+    mode: str = "default"
+
+    @property
+    def first_order(self):
+        return dict(self.first)
+
+    @property
+    def paths(self):
+        return (*(path for b in self.blocks for path in b.leaves), *self.first_order)
+
+    @property
+    def fingerprint(self):
+        return zlib.crc32(repr(self).encode())
+
+    def shapes(self):
+        return {b.kernel: b.shapes() for b in self.blocks}
+
+
+def dense(kernel, inputs, outputs, bias=None, block_size=1024):
+    """Describe a kernel of shape ``(inputs, outputs)`` and perhaps its bias."""
+    rows = inputs + (bias is not None)
+    return Block(
+        kernel,
+        "dense",
+        View((inputs, outputs)).reshape(1, inputs, outputs),
+        bias,
+        None if bias is None else View((outputs,)).reshape(1, 1, outputs),
+        Side.of(rows, block_size),
+        Side.of(outputs, block_size),
+    )
+
+
+def cut(matrix, side):
+    """Return a whole matrix as the factor of one group that the side describes."""
+    matrix = jnp.asarray(matrix, jnp.float32)
+    if side.diagonal:
+        return jnp.diagonal(matrix)[None]
+    more = side.padded - side.size
+    matrix = jnp.pad(matrix, ((0, more), (0, more)))
+    n, s = side.pieces, side.piece
+    return jnp.stack([matrix[i * s : (i + 1) * s, i * s : (i + 1) * s] for i in range(n)])[None]
+
+
+def factors(block, inputs, outputs):
+    """Return the two factors of a layer with one group from whole matrices."""
+    return Factors(cut(inputs, block.inputs), cut(outputs, block.outputs))
