@@ -17,9 +17,13 @@ if TYPE_CHECKING:
     from boostax.errors import ConfigError as ConfigError
     from boostax.errors import MissingExtraError as MissingExtraError
     from boostax.errors import StateMismatchError as StateMismatchError
+    from boostax.gradients.capture import capture_layers as capture_layers
     from boostax.gradients.forward_order import forward_order as forward_order
+    from boostax.gradients.layers import CapturedLayers as CapturedLayers
     from boostax.gradients.microbatch import microbatch as microbatch
     from boostax.training.contract import LossAux as LossAux
+    from boostax.training.predictive import Categorical as Categorical
+    from boostax.training.predictive import Gaussian as Gaussian
     from boostax.training.state import TrainState as TrainState
     from boostax.training.step import train_step as train_step
     from boostax.updates.accumulate import AccumulateState as AccumulateState
@@ -50,6 +54,8 @@ _HOME = {
     "load_config": "config",
     "forward_order": "gradients.forward_order",
     "microbatch": "gradients.microbatch",
+    "capture_layers": "gradients.capture",
+    "CapturedLayers": "gradients.layers",
     "accumulate": "updates.accumulate",
     "AccumulateState": "updates.accumulate",
     "flush": "updates.accumulate",
@@ -71,6 +77,8 @@ _HOME = {
     "ThorState": "updates.scale_by_thor",
     "thor": "updates.thor",
     "LossAux": "training.contract",
+    "Categorical": "training.predictive",
+    "Gaussian": "training.predictive",
     "TrainState": "training.state",
     "train_step": "training.step",
     "ConfigError": "errors",

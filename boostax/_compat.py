@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ __all__ = [
     "all_gather",
     "as_carry",
     "backend_is_up",
+    "bind",
     "cond",
     "explicit_spec",
     "in_a_cluster",
@@ -21,7 +22,10 @@ __all__ = [
     "inner_jaxprs",
     "laid_out",
     "like",
+    "only_consts",
+    "only_jaxpr",
     "open_jaxpr",
+    "scan_parts",
     "tracks_varying",
     "varying_axes",
     "whole",
@@ -188,3 +192,39 @@ def initialize_in_cluster(cluster: str | None, options: dict[str, Any]) -> bool:
             raise
         return False
     return True
+
+
+def only_jaxpr(eqn: Any) -> Any:
+    """Return the jaxpr that a call, a scan or a custom derivative holds, opened."""
+    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        if name in eqn.params:
+            return open_jaxpr(eqn.params[name])
+    raise KeyError(f"{eqn.primitive.name}: no jaxpr among {sorted(eqn.params)}")
+
+
+def only_consts(eqn: Any) -> list[Any]:
+    """Return the values of the constants of :func:`only_jaxpr`."""
+    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        if name in eqn.params:
+            return list(getattr(eqn.params[name], "consts", ()))
+    return []
+
+
+def scan_parts(eqn: Any) -> tuple[int, int]:
+    """Return how many inputs of a scan are fixed, and how many are carried."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    numbered = eqn.params["ft_in"].update(list(range(len(eqn.invars))))
+    fixed, carried, _ = map(list, numbered.unpack())
+    return len(fixed), len(carried)
+
+
+def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """Evaluate one equation of a jaxpr."""
+    given = eqn.primitive.get_bind_params(eqn.params)
+    functions: Sequence[Any] = ()
+    if isinstance(given, tuple):
+        functions, given = given
+    with eqn.ctx.manager:
+        out = eqn.primitive.bind(*functions, *values, **given)
+    return list(out) if eqn.primitive.multiple_results else [out]

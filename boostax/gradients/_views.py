@@ -71,15 +71,11 @@ class View:
                 steps.append((kind, (0, *moved) if kind == "transpose" else moved))
         return View((length, *self.shape), tuple(steps))
 
-    def apply(self, leaf: Any) -> Any:
-        """Return the leaf as it is seen."""
+    def apply(self, leaf: Any, numpy: Any = jnp) -> Any:
+        """Return the leaf as it is seen; ``numpy`` is the library that rearranges it."""
         for kind, argument in self.steps:
-            if kind == "reshape":
-                leaf = jnp.reshape(leaf, argument)
-            elif kind == "transpose":
-                leaf = jnp.transpose(leaf, argument)
-            else:
-                leaf = jnp.flip(leaf, argument)
+            change = {"reshape": numpy.reshape, "transpose": numpy.transpose, "rev": numpy.flip}
+            leaf = change[kind](leaf, argument)
         return leaf
 
     def undo(self, seen: Any) -> Any:
