@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from boostax.errors import did_you_mean
@@ -98,9 +99,11 @@ def check_bool(caller: str, argument: str, value: Any) -> bool:
     return bool(value)
 
 
-def check_frequency(caller: str, frequency: Any, mode: str) -> int:
+def check_frequency(caller: str, frequency: Any, mode: str) -> Any:
     low = 2 if mode == "reference" else 1
     allowed = f"an int >= {low}" + (' in mode="reference"' if low == 2 else "")
+    if _injected(frequency) and jnp.issubdtype(frequency.dtype, jnp.integer):
+        return frequency
     if not whole_number(frequency):
         raise TypeError(f"{caller}: frequency must be {allowed}, got {frequency!r}")
     if frequency < low:

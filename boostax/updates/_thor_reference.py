@@ -13,20 +13,22 @@ from jax import lax
 
 from boostax._tree import check_matched, matches
 from boostax.gradients._blocks import Block, Factors
+from boostax.parallel.reduce import Reduce
 from boostax.updates._thor_groups import paths_of, patterns_of
 from boostax.updates._thor_inverses import add_diagonal
 
 __all__ = ["batch_size", "damped", "finished", "layer_norm", "layer_norm_paths"]
 
 
-def batch_size(caller: str, weight: Any) -> Any:
-    """Return the weight as the batch size that the reference is told."""
+def batch_size(caller: str, weight: Any, axes: tuple[str, ...]) -> Any:
+    """Return the weight as the batch size that the reference is told; of several, their mean."""
     if weight is None:
         raise ValueError(
             f'{caller}: mode="reference" needs the batch size; call update(..., weight=batch size), '
             "as train_step does"
         )
-    return jnp.asarray(weight, jnp.float32)
+    weight = jnp.asarray(weight, jnp.float32)
+    return Reduce(axes)(weight) if axes else weight
 
 
 def damped(block: Block, raw: Factors, damping: Any, batch: Any, loss_scale: float) -> Factors:

@@ -91,7 +91,7 @@ def _averaged(
     place = {layer: n for n, layer in enumerate(live)}
     buckets = [[place[i] for i in bucket if i in place] for bucket in settings.buckets]
     mean = averaged(stats, weight, axes, [bucket for bucket in buckets if bucket])
-    if settings.mode == "reference" or settings.loss_scale == 1:
+    if settings.mode == "reference" or settings.unscaled:
         return mean
     scale = 1 / settings.loss_scale
     return [Factors(pair.inputs, pair.outputs * scale * scale) for pair in mean]
@@ -147,7 +147,7 @@ def _invert_reference(
     axes: tuple[str, ...],
 ) -> list[_Tried]:
     blocks = [settings.blocks[i] for i in live]
-    damping, batch = settings.damping_at(count), reference.batch_size(settings.caller, weight)
+    damping, batch = settings.damping_at(count), reference.batch_size(settings.caller, weight, axes)
     matrices = [
         reference.damped(block, pair, damping, batch, settings.loss_scale)
         for block, pair in zip(blocks, fresh, strict=True)

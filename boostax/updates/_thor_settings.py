@@ -60,6 +60,11 @@ class Settings:
     def blocks(self) -> tuple[Block, ...]:
         return self.layers.blocks
 
+    @property
+    def unscaled(self) -> bool:
+        """Whether the loss scale is known to be 1; injected while traced, it is not known."""
+        return isinstance(self.loss_scale, float) and self.loss_scale == 1
+
     def due(self, count: Any) -> Any:
         """Say whether the update with this count refreshes."""
         due = count % self.frequency == 0

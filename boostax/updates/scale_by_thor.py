@@ -275,7 +275,7 @@ def build(settings: Settings) -> optax.GradientTransformationExtraArgs:
                 moved[block.bias] = bias
         if settings.layer_norms:
             damping = settings.damping_at(state.count)
-            batch = reference.batch_size(caller, own_weight)
+            batch = reference.batch_size(caller, own_weight, axes)
             for path in settings.layer_norms & grads.keys():
                 moved[path] = reference.layer_norm(grads[path], damping, batch)
         if settings.clip == "kl":
@@ -285,7 +285,9 @@ def build(settings: Settings) -> optax.GradientTransformationExtraArgs:
         elif settings.clip == "tensor":
             moved = clip_tensors(moved)
         out = [
-            moved[path].astype(leaf.dtype) if path in moved else leaf
+            _compat.laid_out(moved[path].astype(leaf.dtype), _compat.explicit_spec(leaf))
+            if path in moved
+            else leaf
             for path, leaf in zip(paths, leaves, strict=True)
         ]
         count = jnp.asarray(optax.safe_increment(state.count))
@@ -308,9 +310,10 @@ def build(settings: Settings) -> optax.GradientTransformationExtraArgs:
 
 def _unscaled(settings: Settings, path: str, leaf: Any, block: Any) -> jax.Array:
     """Return a gradient in float32 or better, without the loss scale."""
-    leaf = jnp.asarray(leaf)
+    # Whole: the layers' views reshape, and sums go over all axes.
+    leaf = _compat.whole(jnp.asarray(leaf))
     wide = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
-    if settings.loss_scale != 1:
+    if not settings.unscaled:
         wide = wide * (1 / settings.loss_scale)
     if path in settings.centralized:
         matrix = block.view.apply(wide)

@@ -3,8 +3,15 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+import pytest
 
-from boostax import scale_by_thor
+from boostax import _info, scale_by_thor
+from boostax.errors import StateMismatchError
+from boostax.gradients._blocks import Block, Factors, Side
+from boostax.gradients._views import View
+from boostax.updates import _thor_inverses
+from boostax.updates._thor_clip import kl_scale
 from tests.models.captured import Captured, dense, factors
 
 EXACT = {"pi_split": False, "clip": False, "factor_decay": 0.0}
@@ -65,3 +72,278 @@ def test_refreshes():
         )
     assert (int(state.count), int(state.refreshes[0])) == (102, 2)
     assert update._cache_size() == 1
+
+
+# Running averages
+
+
+def test_running_average_by_hand():
+    """The mean of all while they are few; then the newest counts one half."""
+    block, tx = one_layer(1, 1, damping=1.0, clip=False, early=(0, 1, 2), factor_decay=0.5)
+    state = tx.init({"w": jnp.ones((1, 1))})
+    means = []
+    for value in (1.0, 4.0, 7.0):
+        stats = {"w": factors(block, [[value]], [[2 * value]])}
+        _, state = tx.update({"w": jnp.ones((1, 1))}, state, stats=stats)
+        means.append([float(factor.squeeze()) for factor in state.factors["w"]])
+    assert means == [[1.0, 2.0], [2.5, 5.0], [4.75, 9.5]]
+
+
+def test_damping_is_not_added_twice():
+    block, tx = one_layer(3, 2, damping=0.3, clip=False, early=(0, 1, 2))
+    state = tx.init({"w": jnp.ones((3, 2))})
+    given = spd(5, 3), spd(6, 2)
+    grads = {"w": jnp.arange(6.0).reshape(3, 2)}
+    for _ in range(3):
+        updates, state = tx.update(grads, state, stats={"w": factors(block, *given)})
+        np.testing.assert_allclose(updates["w"], closed(grads["w"], *given, 0.3), rtol=1e-4)
+        np.testing.assert_allclose(state.factors["w"].inputs[0, 0], given[0], rtol=1e-6)
+
+
+def test_damping_follows_its_schedule():
+    block, tx = one_layer(1, 1, damping=lambda n: 1.0 + n, frequency=1, early=(), **EXACT)
+    state = tx.init({"w": jnp.ones((1, 1))})
+    for n in range(3):
+        stats = {"w": factors(block, [[1.0]], [[2.0]])}
+        updates, state = tx.update({"w": jnp.ones((1, 1))}, state, stats=stats)
+        np.testing.assert_allclose(updates["w"], [[1 / ((2.0 + n) * (3.0 + n))]], rtol=1e-6)
+
+
+# Theory
+
+
+def linear_network():
+    """Two linear layers with a bias each, their statistics under the model's own noise, and F."""
+    rng = np.random.default_rng(0)
+    w1, b1, w2, b2 = (rng.normal(size=s) for s in ((3, 3), (3,), (3, 4), (4,)))
+    x, y = rng.normal(size=(50, 3)), rng.normal(size=(50, 4))
+    ones = np.ones((50, 1))
+    a1 = np.concatenate([x, ones], 1)
+    a2 = np.concatenate([x @ w1 + b1, ones], 1)
+    wrong = a2 @ np.concatenate([w2, b2[None]]) - y
+    # Log-likelihood of a unit Gaussian: the noise's outer products average to the identity.
+    factors_of = ((a1.T @ a1 / 50, w2 @ w2.T), (a2.T @ a2 / 50, np.eye(4)))
+    grads = (a1.T @ (wrong @ w2.T) / 50, a2.T @ wrong / 50)
+    jacobians = (
+        np.einsum("ni,oj->noij", a1, w2.T).reshape(50, 4, -1),
+        np.einsum("ni,oj->noij", a2, np.eye(4)).reshape(50, 4, -1),
+    )
+    fishers = [np.einsum("noi,noj->ij", j, j) / 50 for j in jacobians]
+    return (w1, b1, w2, b2), factors_of, grads, fishers
+
+
+def test_natural_gradient_of_a_linear_network():
+    """With exact factors it is the exact Fisher matrix's block that is inverted."""
+    (w1, b1, w2, b2), factors_of, grads, fishers = linear_network()
+    layers = Captured((dense("k1", 3, 3, "b1"), dense("k2", 3, 4, "b2")))
+    tx = scale_by_thor(layers=layers, damping=1e-13, clip=False)
+    params = {"k1": w1, "b1": b1, "k2": w2, "b2": b2}
+    params = {name: jnp.asarray(leaf, jnp.float32) for name, leaf in params.items()}
+    stats = {b.kernel: factors(b, *f) for b, f in zip(layers.blocks, factors_of, strict=True)}
+    given = {"k1": grads[0][:-1], "b1": grads[0][-1], "k2": grads[1][:-1], "b2": grads[1][-1]}
+    given = {name: jnp.asarray(leaf, jnp.float32) for name, leaf in given.items()}
+    updates, _ = tx.update(given, tx.init(params), stats=stats)
+    for n, (gradient, fisher) in enumerate(zip(grads, fishers, strict=True), 1):
+        exact = np.linalg.solve(fisher, gradient.ravel()).reshape(gradient.shape)
+        got = np.concatenate([updates[f"k{n}"], updates[f"b{n}"][None]])
+        np.testing.assert_allclose(got, exact, rtol=1e-4, atol=1e-4 * np.abs(exact).max())
+
+
+def test_one_layer_is_newtons_step():
+    rng = np.random.default_rng(1)
+    x, y, w = rng.normal(size=(40, 3)), rng.normal(size=(40, 2)), rng.normal(size=(3, 2))
+    block, tx = one_layer(3, 2, damping=1e-13, clip=False)
+    gradient = {"w": jnp.asarray(x.T @ (x @ w - y) / 40, jnp.float32)}
+    stats = {"w": factors(block, x.T @ x / 40, np.eye(2))}
+    updates, _ = tx.update(gradient, tx.init(gradient), stats=stats)
+    best = np.linalg.lstsq(x, y, rcond=None)[0]
+    np.testing.assert_allclose(w - updates["w"], best, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("unrolled", [32, 0])
+def test_pieces_are_the_diagonal_blocks(unrolled, monkeypatch):
+    monkeypatch.setattr(_thor_inverses, "_UNROLLED", unrolled)
+    layers = Captured((dense("w", 7, 5, "b", block_size=3),))
+    block = layers.blocks[0]
+    assert (block.inputs.pieces, block.outputs.pieces) == (3, 2)
+    a, g = spd(7, 8), spd(8, 5)
+    tx = scale_by_thor(layers=layers, damping=0.2, **EXACT)
+    grads = {"w": jnp.arange(35.0).reshape(7, 5) / 9, "b": jnp.arange(5.0)}
+    updates, _ = tx.update(grads, tx.init(grads), stats={"w": factors(block, a, g)})
+
+    def blocks(matrix, piece):
+        at = np.arange(len(matrix)) // piece
+        return np.where(at[:, None] == at[None], matrix, 0) + 0.2 * np.eye(len(matrix))
+
+    joined = np.concatenate([grads["w"], grads["b"][None]])
+    exact = np.linalg.solve(blocks(a, 3), joined) @ np.linalg.inv(blocks(g, 3))
+    got = np.concatenate([updates["w"], updates["b"][None]])
+    np.testing.assert_allclose(got, exact, rtol=1e-4, atol=1e-5)
+
+
+def stacked_layer():
+    view = View((2, 3, 2))
+    return Block("w", "dense", view, None, None, Side.of(3, 8), Side.of(2, 8))
+
+
+@pytest.mark.parametrize("unrolled", [32, 0])
+def test_layers_in_one_leaf_share_nothing(unrolled, monkeypatch):
+    monkeypatch.setattr(_thor_inverses, "_UNROLLED", unrolled)
+    tx = scale_by_thor(layers=Captured((stacked_layer(),)), damping=0.1, clip=False)
+    a, g = (np.stack([spd(n, s), 9 * spd(n + 1, s)]) for n, s in ((11, 3), (13, 2)))
+    stats = {"w": Factors(jnp.asarray(a)[:, None], jnp.asarray(g)[:, None])}
+    grads = {"w": jnp.arange(12.0).reshape(2, 3, 2) - 3}
+    updates, _ = tx.update(grads, tx.init(grads), stats=stats)
+    for n in range(2):
+        np.testing.assert_allclose(
+            updates["w"][n], closed(grads["w"][n], a[n], g[n], 0.1), rtol=1e-4, atol=1e-5
+        )
+
+
+def embedding(rows, width):
+    diagonal = Side(rows, 1, rows, diagonal=True)
+    view = View((rows, width)).reshape(1, rows, width)
+    return Block("w", "embedding", view, None, None, diagonal, Side.of(width, 1024))
+
+
+def test_embedding_keeps_a_diagonal():
+    tx = scale_by_thor(layers=Captured((embedding(3, 2),)), damping=0.5, **EXACT)
+    stats = {"w": Factors(jnp.array([[0.5, 0.0, 1.5]]), jnp.eye(2)[None, None])}
+    grads = {"w": jnp.ones((3, 2))}
+    updates, _ = tx.update(grads, tx.init(grads), stats=stats)
+    by_row = 1 / (np.array([1.0, 0.5, 2.0]) * 1.5)
+    np.testing.assert_allclose(updates["w"], np.stack([by_row, by_row], 1), rtol=1e-6)
+
+
+def test_a_large_table_makes_no_square():
+    tx = scale_by_thor(layers=Captured((embedding(50_000, 8),)), damping=0.5, clip=False)
+    state = jax.eval_shape(tx.init, {"w": jax.ShapeDtypeStruct((50_000, 8), jnp.float32)})
+    assert sum(leaf.size for leaf in jax.tree.leaves(state)) < 200_000
+
+
+# Failures
+
+
+def two_layers(**settings):
+    layers = Captured((dense("u", 1, 1), dense("v", 1, 1)))
+    settings = {"damping": 1.0, "early": (0, 1, 2, 3), **EXACT, **settings}
+    return layers, scale_by_thor(layers=layers, **settings)
+
+
+def test_failed_refreshes_keep_the_last_good_inverse():
+    layers, tx = two_layers()
+    params = {"u": jnp.ones((1, 1)), "v": jnp.ones((1, 1))}
+    state, seen = tx.init(params), []
+    for value in (jnp.nan, 1.0, -3.0, jnp.inf):
+        u = factors(layers.blocks[0], [[value]], [[1.0]])
+        v = factors(layers.blocks[1], [[1.0]], [[1.0]])
+        updates, state = tx.update(params, state, stats={"u": u, "v": v})
+        seen.append((round(float(updates["u"].squeeze()), 6), bool(state.failed[0])))
+        np.testing.assert_allclose(updates["v"], [[0.25]], rtol=1e-6)
+        assert not state.failed[1]
+    # Nothing good yet: the plain gradient; then 1 / (2 * 2); then that again, twice.
+    assert seen == [(1.0, True), (0.25, False), (0.25, True), (0.25, True)]
+    assert state.refreshes.tolist() == [1, 4]
+    assert float(state.factors["u"].inputs.squeeze()) == 1.0
+
+
+def test_zero_factors_and_zero_gradients():
+    _, tx = two_layers(pi_split=True, clip=True, learning_rate=0.1)
+    params = {"u": jnp.zeros((1, 1)), "v": jnp.zeros((1, 1))}
+    zero = Factors(jnp.zeros((1, 1, 1, 1)), jnp.zeros((1, 1, 1, 1)))
+    updates, state = tx.update(params, tx.init(params), stats={"u": zero, "v": zero})
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(updates))
+    assert not state.failed.any()
+
+
+def test_missing_and_misshapen_statistics():
+    block, tx = one_layer(2, 1, damping=1.0, **EXACT)
+    params = {"w": jnp.ones((2, 1))}
+    state = tx.init(params)
+    with pytest.raises(ValueError, match=r"train_step\(loss_fn, tx, layers=layers\)"):
+        tx.update(params, state)
+    with pytest.raises(ValueError, match=r"layers\.value_and_grad"):
+        jax.eval_shape(tx.update, params, state)
+    good = factors(block, np.eye(2), np.eye(1))
+    with pytest.raises(ValueError, match="lacks the layer 'w'; it has 'q'"):
+        tx.update(params, state, stats={"q": good})
+    with pytest.raises(ValueError, match=r"stats\['w'\] has the shapes"):
+        tx.update(params, state, stats={"w": Factors(good.outputs, good.inputs)})
+    _, state = tx.update(params, state, stats={"w": good})
+    state = state._replace(due=jnp.array(False))
+    tx.update(params, state)  # not due: none needed
+
+
+def test_other_parameters_and_other_layers():
+    _, tx = one_layer(2, 1, damping=1.0, **EXACT)
+    with pytest.raises(StateMismatchError, match="'w' of shape"):
+        tx.init({"w": jnp.ones((3, 1))})
+    with pytest.raises(StateMismatchError, match="is not among these"):
+        tx.init({"q": jnp.ones((2, 1))})
+    _, other = one_layer(3, 1, damping=1.0, **EXACT)
+    state = other.init({"w": jnp.ones((3, 1))})
+    with pytest.raises(StateMismatchError, match="other captured layers"):
+        tx.update({"w": jnp.ones((2, 1))}, state)
+    check = _info.find(tx, "scale_by_thor").check
+    with pytest.raises(StateMismatchError, match="other captured layers"):
+        check((optax.EmptyState(), state))
+    with pytest.raises(StateMismatchError, match="no ThorState"):
+        check({"count": 1})
+
+
+# Clips
+
+
+def test_kl_clip_by_hand():
+    layers = Captured((dense("w", 1, 1),), (("s", "norm scale"),))
+    tx = scale_by_thor(
+        layers=layers, damping=1.0, learning_rate=lambda n: 0.5, kl_clip=0.01, pi_split=False
+    )
+    grads = {"w": jnp.full((1, 1), 4.0), "s": jnp.full((1,), 3.0)}
+    stats = {"w": factors(layers.blocks[0], [[1.0]], [[3.0]])}
+    updates, _ = tx.update(grads, tx.init(grads), stats=stats)
+    # u = 4 / 8; the sum is .25 (.5 * 4 + 3 * 3).
+    nu = np.sqrt(0.01 / (0.25 * 11))
+    np.testing.assert_allclose(updates["w"], [[0.5 * nu]], rtol=1e-6)
+    np.testing.assert_allclose(updates["s"], [3 * nu], rtol=1e-6)
+
+
+def test_kl_scale_never_lengthens():
+    rate = lambda path, count: 0.1
+    one = {"w": jnp.ones(1)}
+    for update, expected in ((1e-6, 1.0), (0.0, 1.0), (-5.0, 1.0), (jnp.nan, 1.0)):
+        scaled = kl_scale({"w": jnp.full(1, update)}, one, rate, 0, 1e-3)
+        assert float(scaled) == expected
+
+
+def test_tensors_are_shortened_to_one():
+    tx = scale_by_thor(layers=Captured((), (("s", ""), ("t", ""))), damping=1.0, clip="tensor")
+    grads = {"s": jnp.array([3.0, 4.0]), "t": jnp.array([0.3, 0.4])}
+    updates, _ = tx.update(grads, tx.init(grads))
+    np.testing.assert_allclose(updates["s"], [0.6, 0.8], rtol=1e-6)
+    np.testing.assert_array_equal(updates["t"], grads["t"])
+
+
+def test_loss_scale_is_invisible():
+    def run(scale):
+        layers, tx = two_layers(clip=True, learning_rate=1.0, loss_scale=scale)
+        params = {"u": jnp.full((1, 1), 3.0 * scale), "v": jnp.ones((1, 1)) * scale}
+        state = tx.init(params)
+        stats = {b.kernel: factors(b, [[2.0]], [[5.0 * scale * scale]]) for b in layers.blocks}
+        return tx.update(params, state, stats=stats)[0]
+
+    jax.tree.map(np.testing.assert_array_equal, run(1.0), run(1024.0))
+
+
+def test_dtypes_stay():
+    layers, tx = two_layers(clip=True, learning_rate=1.0)
+    params = {"u": jnp.ones((1, 1), jnp.bfloat16), "v": jnp.ones((1, 1)), "n": jnp.arange(2)}
+    state = tx.init(params)
+    stats = {b.kernel: factors(b, [[2.0]], [[5.0]]) for b in layers.blocks}
+    updates, new = tx.update(params, state, stats=stats, something="unknown")
+    assert [leaf.dtype for leaf in jax.tree.leaves(updates)] == [
+        leaf.dtype for leaf in jax.tree.leaves(params)
+    ]
+    assert updates["n"].tolist() == [0, 1]
+    same = lambda a, b: (a.dtype, a.shape, a.weak_type) == (b.dtype, b.shape, b.weak_type)
+    assert jax.tree.all(jax.tree.map(same, state, new))
