@@ -14,7 +14,7 @@ from boostax.gradients._blocks import Factors
 from boostax.updates._freeze_checks import has_masked
 from boostax.updates._thor_settings import Settings
 
-__all__ = ["check_params", "checked_stats", "fates", "shown"]
+__all__ = ["check_params", "checked_stats", "shown"]
 
 
 def checked_stats(
@@ -78,25 +78,3 @@ def shown(settings: Settings) -> dict[str, Any]:
             "trace_rule": settings.trace_rule,
         }
     return settings_shown | ({"axis_name": settings.axes} if settings.axes else {})
-
-
-def fates(settings: Settings, params: Any) -> dict[str, str]:
-    texts: dict[str, str] = {}
-    for block in settings.blocks:
-        sides = []
-        for name, side in (("A", block.inputs), ("G", block.outputs)):
-            text = f"{name} {side.size}" if side.diagonal else f"{name} {side.size}x{side.size}"
-            if side.diagonal:
-                text += " (diagonal)"
-            elif side.pieces > 1:
-                text += f" in {side.pieces} pieces of {side.piece}"
-            sides.append(text)
-        text = f"Kronecker block {', '.join(sides)}"
-        if block.groups > 1:
-            text += f", {block.groups} times"
-        texts[block.kernel] = text
-        if block.bias is not None:
-            texts[block.bias] = f"{text}, with {block.kernel}"
-    for path, reason in settings.layers.first_order.items():
-        texts[path] = f"first order: {reason}"
-    return {path: texts.get(path, "first order") for path in leaf_paths(params)}

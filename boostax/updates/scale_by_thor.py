@@ -23,7 +23,7 @@ from boostax.gradients._blocks import Factors
 from boostax.updates import _thor_reference as reference
 from boostax.updates._skip import find_state
 from boostax.updates._thor_clip import clip_tensors, kl_scale
-from boostax.updates._thor_fits import check_params, checked_stats, fates, shown
+from boostax.updates._thor_fits import check_params, checked_stats, shown
 from boostax.updates._thor_inverses import apply_inverses, identity
 from boostax.updates._thor_refresh import refresh
 from boostax.updates._thor_settings import Settings, make_settings
@@ -167,15 +167,15 @@ def scale_by_thor(
       >>> import jax.numpy as jnp, boostax
       >>> def loss_fn(params, batch):
       ...     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
-      >>> params = {"w": jnp.ones((1, 1))}
-      >>> batch = {"x": jnp.array([[1.0], [2.0]]), "y": jnp.array([[0.0], [1.0]])}
-      >>> layers = boostax.capture_layers(loss_fn, params, batch)  # doctest: +SKIP
-      >>> tx = scale_by_thor(layers=layers, damping=0.1, clip=False)  # doctest: +SKIP
-      >>> state = tx.init(params)  # doctest: +SKIP
-      >>> _, grads, stats = layers.value_and_grad(params, batch, due=state.due)  # doctest: +SKIP
-      >>> updates, state = tx.update(grads, state, stats=stats)  # doctest: +SKIP
-      >>> bool(state.due), int(state.refreshes[0])  # doctest: +SKIP
-      (True, 1)
+      >>> params = {"w": jnp.ones((2, 1))}
+      >>> batch = {"x": jnp.array([[1.0, 0.0], [0.0, 2.0]]), "y": jnp.zeros((2, 1))}
+      >>> layers = boostax.capture_layers(loss_fn, params, batch)
+      >>> tx = boostax.scale_by_thor(layers=layers, damping=0.1, clip=False)
+      >>> state = tx.init(params)
+      >>> _, grads, stats = layers.value_and_grad(params, batch, due=state.due)
+      >>> updates, state = tx.update(grads, state, stats=stats)
+      >>> bool(state.due), state.refreshes.tolist()
+      (True, [1])
 
     Source:
       M. Chen et al., "THOR, Trace-Based Hardware-Driven Layer-Oriented Natural Gradient Descent
@@ -300,7 +300,7 @@ def build(settings: Settings) -> optax.GradientTransformationExtraArgs:
             "scale_by_thor",
             shown(settings),
             static=settings.layers,
-            fates=lambda params: fates(settings, params),
+            fates=lambda params: settings.layers.fates(),
             check=lambda state: _check(settings, state),
             axes=settings.axes,
             averaged={"stats": settings.layers.shapes()},

@@ -104,17 +104,19 @@ def thor(
         or a group without a convolution asks for centralization.
 
     Example:
-      >>> import jax, jax.numpy as jnp, optax, boostax
+      >>> import jax.numpy as jnp, optax, boostax
       >>> def loss_fn(params, batch):
       ...     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
       >>> params = {"w": jnp.ones((2, 1))}
       >>> batch = {"x": jnp.array([[1.0, 9.0], [2.0, 5.0]]), "y": jnp.array([[0.0], [1.0]])}
-      >>> layers = boostax.capture_layers(loss_fn, params, batch)  # doctest: +SKIP
-      >>> tx = thor(0.3, 1e-3, layers=layers)  # doctest: +SKIP
-      >>> step = boostax.train_step(loss_fn, tx, layers=layers)  # doctest: +SKIP
-      >>> state = step.init(params)  # doctest: +SKIP
-      >>> for _ in range(20):  # doctest: +SKIP
-      ...     state, metrics = step(state, batch)
+      >>> layers = boostax.capture_layers(loss_fn, params, batch)
+      >>> tx = boostax.thor(0.1, 1e-3, layers=layers)
+      >>> state = tx.init(params)
+      >>> _, grads, stats = layers.value_and_grad(params, batch, due=state[0].due)
+      >>> updates, state = tx.update(grads, state, params, stats=stats)
+      >>> params = optax.apply_updates(params, updates)
+
+      :func:`boostax.train_step` does this by itself: ``train_step(loss_fn, tx)``.
 
     Source:
       ``mindspore.nn.thor``, and as for :func:`boostax.scale_by_thor`.
