@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from boostax import _compat
-from boostax.gradients.value_and_grad import ValueAndGrad, trained_leaves, value_and_grad
+from boostax.gradients.value_and_grad import trained_leaves, value_and_grad
 from boostax.training import batch_stats
 from boostax.training.contract import (
     CanonicalLoss,
@@ -106,7 +106,8 @@ def microbatch(
     def fn(
         params: Any, batch: Any, *, model_state: Any = None, rng: Any = None
     ) -> tuple[tuple[jax.Array, LossAux], Any]:
-        return core(params, model_state, batch, rng)
+        result, grads, _ = core(params, model_state, batch, rng)
+        return result, grads
 
     return fn
 
@@ -121,8 +122,9 @@ def microbatched(
     momenta: Mapping[str, float] | None = None,
     accumulator_dtype: Any = jnp.float32,
     gradient_dtype: Any = None,
-) -> ValueAndGrad:
-    """Return ``fn(params, model_state, batch, rng) -> ((loss, LossAux), grads)`` over n parts.
+    of_part: Callable[..., Any] | None = None,
+) -> Callable[..., tuple[tuple[jax.Array, LossAux], Any, Any]]:
+    """Return ``fn(params, model_state, batch, rng) -> ((loss, LossAux), grads, more)`` over n parts.
 
     The core of :func:`microbatch`, for a loss in canonical form.
 
@@ -138,6 +140,9 @@ def microbatched(
         those of linen modules that the loss calls are found without it. Default None.
       accumulator_dtype: dtype of the sums.
       gradient_dtype: dtype of the result; None: the parameters'.
+      of_part: what computes a part, ``(params, model_state, batch, rng) -> ((loss, LossAux), grads,
+        more)``; ``more`` are float arrays that are averaged by weight as metrics are. Default None:
+        the gradients alone, and ``more`` is empty.
     """
     if isinstance(n, bool) or not isinstance(n, (int, np.integer)):
         raise TypeError(f"microbatch: n must be an int >= 1, got {n!r}")
@@ -151,17 +156,19 @@ def microbatched(
     ):
         if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(f"microbatch: {name} must be a floating dtype, got {dtype!r}")
-    of_part = value_and_grad(loss, trainable=trainable)
+    if of_part is None:
+        gradients = value_and_grad(loss, trainable=trainable)
+        of_part = lambda *given: (*gradients(*given), ())
     # What linen modules were seen to use; kept, because a cached trace calls no modules.
     seen: dict[str, float] = {}
 
     def fn(
         params: Any, model_state: Any, batch: Any, rng: Any
-    ) -> tuple[tuple[jax.Array, LossAux], Any]:
+    ) -> tuple[tuple[jax.Array, LossAux], Any, Any]:
         leaves, treedef = jax.tree.flatten(params)
         trained = trained_leaves(params, trainable)
         if n == 1:
-            (value, aux), grads = of_part(params, model_state, batch, rng)
+            (value, aux), grads, more = of_part(params, model_state, batch, rng)
             if gradient_dtype is not None:
                 grads = treedef.unflatten(
                     [
@@ -169,9 +176,10 @@ def microbatched(
                         for g, flag in zip(jax.tree.leaves(grads), trained, strict=True)
                     ]
                 )
-            return (value, aux.replace(weight=weight_of(aux, batch))), grads
+            return (value, aux.replace(weight=weight_of(aux, batch))), grads, more
         parts = _split(batch, n)
         first = jax.eval_shape(lambda: _part(parts, 0))
+        more_shape = jax.eval_shape(of_part, params, model_state, first, _key(rng, 0))[2]
         with batch_stats.recording_momenta() as found:
             # A new function each time, or JAX would answer from its cache and call no module.
             value_shape, shapes = jax.eval_shape(
@@ -188,7 +196,7 @@ def microbatched(
 
         def visit(carry: _Sums, index: jax.Array) -> tuple[_Sums, None]:
             part, start = _part(parts, index), carry.model_state
-            (value, aux), grads = of_part(params, start, part, _key(rng, index))
+            (value, aux), grads, more = of_part(params, start, part, _key(rng, index))
             weight = weight_of(aux, part)
             used: Any = True if aux.weight is None else weight != 0
 
@@ -211,6 +219,7 @@ def microbatched(
                 loss=add(carry.loss, value),
                 metrics={name: add(carry.metrics[name], m) for name, m in aux.metrics.items()},
                 grads=[add(total, g) for total, g in zip(carry.grads, kept, strict=True)],
+                more=jax.tree.map(add, carry.more, more),
                 model_state=new_state,
                 window=window,
                 aux=aux.aux,
@@ -225,6 +234,7 @@ def microbatched(
                 for leaf, flag in zip(leaves, trained, strict=True)
                 if flag
             ],
+            more=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), more_shape),
             model_state=jax.tree.map(jnp.asarray, model_state),
             window=batch_stats.init_window(model_state) if pooled else None,
             aux=jax.tree.map(_compat.zeros_of, shapes.aux),
@@ -252,7 +262,7 @@ def microbatched(
             weight=sums.weight,
             aux=sums.aux,
         )
-        return (mean(sums.loss), aux), treedef.unflatten(grads)
+        return (mean(sums.loss), aux), treedef.unflatten(grads), jax.tree.map(mean, sums.more)
 
     return fn
 
@@ -264,6 +274,7 @@ class _Sums(NamedTuple):
     loss: jax.Array
     metrics: dict[str, jax.Array]
     grads: list[jax.Array]
+    more: Any
     model_state: Any
     window: Any
     aux: Any

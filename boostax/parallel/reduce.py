@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["Reduce", "all_devices", "any_device"]
+__all__ = ["Devices", "Reduce", "all_devices", "any_device"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +46,19 @@ class Reduce:
         for i, new in zip(taken, sums, strict=True):
             leaves[i] = new.astype(leaves[i].dtype)
         return treedef.unflatten(leaves)
+
+
+@dataclasses.dataclass(frozen=True)
+class Devices:
+    """Tells an update that the statistics it is given are those of this device alone.
+
+    Attributes:
+      axes: names of the mesh axes over which devices have others.
+      weight: this device's weight, a float32 scalar.
+    """
+
+    axes: tuple[str, ...]
+    weight: Any
 
 
 def all_devices(flag: Any, axes: tuple[str, ...]) -> jax.Array:

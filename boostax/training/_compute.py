@@ -10,9 +10,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from boostax import _compat
 from boostax.errors import StateMismatchError
+from boostax.gradients.layers import value_grad_and_factors
 from boostax.gradients.microbatch import microbatched
 from boostax.gradients.value_and_grad import trained_leaves, value_and_grad
+from boostax.parallel.reduce import Devices
 from boostax.training._arguments import accepted, declaring, merge_state
 from boostax.training._replicas import Replicas
 from boostax.training._settings import Settings
@@ -25,6 +28,7 @@ from boostax.training.state import TrainState
 from boostax.updates._skip import find_state, skip
 from boostax.updates.accumulate import flush
 from boostax.updates.local_steps import LocalStepsState, local_params
+from boostax.updates.scale_by_thor import ThorState
 
 
 class StepFunction:
@@ -72,7 +76,10 @@ class StepFunction:
         pools = isinstance(state.window, Window) or settings.replicas is not None
         if pools and settings.batch_norm_momentum is None:
             self._look_up_momenta(state, batch)
-        loss, aux, grads, new_stats = self._gradients(here, start, batch, rng, index, traced_index)
+        wanted = self._wanted(state)
+        loss, aux, grads, new_stats, factors = self._gradients(
+            here, start, batch, rng, index, traced_index, wanted
+        )
         trained = self._trained(grads, state.params, index)
         needs_finite = (
             "finite" in settings.metrics or settings.skip_nonfinite or settings.window_decides
@@ -89,7 +96,9 @@ class StepFunction:
             "obj_fn": lambda params: self._value(params, start, batch, rng),  # optax's Sophia
             "weight": own_weight if self.settings.own_gradients else weight,
         }
-        given |= self._exchange()
+        given |= self._exchange(own_weight)
+        if wanted is not None:
+            given["stats"] = factors
         if finite is not None:
             given["finite"] = finite
         if settings.freezing is not None:
@@ -159,12 +168,27 @@ class StepFunction:
             )
         return new_state, {**shown, **aux.metrics}
 
-    def _exchange(self) -> dict[str, Any]:
-        """Return what lets the outermost part of ``tx`` combine the gradients, if it is to."""
-        replicas = self.settings.replicas
-        if replicas is None or replicas.exchange != "window":
-            return {}
-        return {"boostax_exchange": replicas.mean}
+    def _exchange(self, weight: Any) -> dict[str, Any]:
+        """Return what lets parts of ``tx`` combine what the devices have, if they are to."""
+        replicas, given = self.settings.replicas, {}
+        if replicas is None:
+            return given
+        if replicas.exchange == "window":
+            given["boostax_exchange"] = replicas.mean
+        if self.settings.layers is not None:
+            given["boostax_devices"] = Devices(replicas.axes, weight)
+        return given
+
+    def _wanted(self, state: TrainState) -> tuple[Any, Any] | None:
+        """Say whether the layers' statistics are due, and of which layers they are not wanted."""
+        if self.settings.layers is None:
+            return None
+        thor = find_state(state.opt_state, ThorState)
+        if thor is None:
+            raise StateMismatchError(
+                "state has no ThorState, but this step's tx holds thor; make it with step.init"
+            )
+        return thor.due, thor.rest
 
     def _agreed(self, finite: Any, weight: jax.Array) -> tuple[Any, jax.Array]:
         """Return the decision of all devices, and the weight of the whole batch."""
@@ -188,7 +212,7 @@ class StepFunction:
 
     def flush(self, state: TrainState, extra: dict[str, Any]) -> TrainState:
         """Close the open window: update with what was gathered, and pool its statistics."""
-        given = {**extra, **self._exchange()}
+        given = {**extra, **self._exchange(jnp.float32(0))}
         updates, opt_state = flush(self.tx, state.opt_state, state.params, **given)
         model_state, window = after_flush(
             state.window,
@@ -262,14 +286,23 @@ class StepFunction:
         return None, self.settings.freezing.index_at(frozen.count)
 
     def _gradients(
-        self, params: Any, start: Any, batch: Any, rng: Any, index: int | None, traced_index: Any
-    ) -> tuple[jax.Array, LossAux, Any, Any]:
+        self,
+        params: Any,
+        start: Any,
+        batch: Any,
+        rng: Any,
+        index: int | None,
+        traced_index: Any,
+        wanted: tuple[Any, Any] | None,
+    ) -> tuple[jax.Array, LossAux, Any, Any, Any]:
         freezing = self.settings.freezing
 
         def variant(i: int | None) -> Callable[..., Any]:
             def run(params: Any, start: Any, batch: Any, rng: Any) -> Any:
                 trainable = None if i is None else freezing.trainable(i)
-                (loss, aux), grads = self._value_and_grad(trainable)(params, start, batch, rng)
+                (loss, aux), grads, factors = self._passes(trainable, wanted)(
+                    params, start, batch, rng
+                )
                 stats = start if aux.model_state is None else aux.model_state
                 if self.settings.replicas is not None:
                     loss, aux, grads, stats = self._combined(
@@ -277,7 +310,7 @@ class StepFunction:
                     )
                 if i is not None:
                     stats = freezing.hold_statistics(i, start, stats)
-                return loss, aux.replace(model_state=None), grads, stats
+                return loss, aux.replace(model_state=None, predictive=None), grads, stats, factors
 
             return run
 
@@ -321,9 +354,30 @@ class StepFunction:
         momentum = self.settings.batch_norm_momentum
         return replicas.pooled_state(start, new, weight, self._momenta, momentum)
 
+    def _passes(self, trainable: Any, wanted: tuple[Any, Any] | None) -> Callable[..., Any]:
+        """Return what gives loss, gradients and, where they are due, the layers' statistics."""
+        plain = self._value_and_grad(trainable)
+        if wanted is None:
+            return lambda *given: (*plain(*given), {})
+        (due, rest), layers = wanted, self.settings.layers
+        watched = value_grad_and_factors(self._loss, layers, trainable=trainable)
+        of_part = lambda *given: watched(*given, rest)
+        both = of_part if self.settings.microbatch == 1 else self._microbatched(trainable, of_part)
+
+        def passes(*given: Any) -> Any:
+            # The whole passes stand in the conditional: one inside the backward pass alone would
+            # keep what the statistics need at every call.
+            return _compat.cond(due, lambda: both(*given), lambda: (*plain(*given), layers.zeros()))
+
+        return passes
+
     def _value_and_grad(self, trainable: Any) -> Callable[..., Any]:
         if self.settings.microbatch == 1:
             return value_and_grad(self._loss, trainable=trainable)
+        passes = self._microbatched(trainable)
+        return lambda *given: passes(*given)[:2]
+
+    def _microbatched(self, trainable: Any, of_part: Any = None) -> Callable[..., Any]:
         return microbatched(
             self._loss,
             self.settings.microbatch,
@@ -331,6 +385,7 @@ class StepFunction:
             stats=self.settings.stats,
             momentum=self.settings.batch_norm_momentum,
             momenta=self._momenta,
+            of_part=of_part,
         )
 
     def _value(self, params: Any, start: Any, batch: Any, rng: Any) -> jax.Array:

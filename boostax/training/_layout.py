@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec
 from boostax import _compat
 from boostax._tree import leaf_paths
 from boostax.errors import StateMismatchError
+from boostax.parallel.reduce import Devices
 from boostax.training._arguments import declaring
 from boostax.training._placement import batch_specs
 from boostax.training._replicas import Replicas
@@ -36,6 +37,7 @@ def differing(
     replicas: Replicas,
     accept: Callable[[dict[str, Any]], dict[str, Any]],
     extra: Mapping[str, Any],
+    layers: Any = None,
 ) -> tuple[bool, ...]:
     """Say for each leaf of the optimizer state, in tree order, whether it differs between devices.
 
@@ -47,6 +49,7 @@ def differing(
       replicas: the devices.
       accept: leaves out what ``tx`` does not take of the extra arguments of a step.
       extra: the user's own extra arguments, the same on all devices.
+      layers: the captured layers whose statistics ``tx`` takes, or None.
 
     Raises:
       ValueError: the updates differ between devices too, or it can't be told.
@@ -56,7 +59,7 @@ def differing(
     leaves, treedef = jax.tree.flatten(state)
     marks = [False] * len(leaves)
     while replicas.exchange != "step":
-        updates, found = _trace(tx, shapes, leaves, treedef, marks, replicas, accept, extra)
+        updates, found = _trace(tx, shapes, leaves, treedef, marks, replicas, accept, extra, layers)
         if found == marks:
             if updates:
                 raise ValueError(
@@ -80,6 +83,7 @@ def _trace(
     replicas: Replicas,
     accept: Callable[[dict[str, Any]], dict[str, Any]],
     extra: Mapping[str, Any],
+    layers: Any,
 ) -> tuple[list[str], list[bool]]:
     """Return the paths of the updates that vary, and which leaves of the new state do."""
     told: list[Any] = []
@@ -120,6 +124,9 @@ def _trace(
         }
         if replicas.exchange == "window":
             given["boostax_exchange"] = replicas.mean
+        if layers is not None:
+            given["stats"] = jax.tree.map(own, layers.zeros())
+            given["boostax_devices"] = Devices(replicas.axes, own(jnp.float32(1)))
         given = {**accept(given), **extra}
         for name in ("value_fn", "obj_fn"):
             if name in given:

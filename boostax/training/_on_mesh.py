@@ -50,7 +50,9 @@ class OnMesh:
         structure = jax.tree.structure(params)
         if structure not in self._differing:
             accept = lambda given: accepted(self._tx, given)
-            self._differing[structure] = differing(self._tx, params, self.replicas, accept, extra)
+            self._differing[structure] = differing(
+                self._tx, params, self.replicas, accept, extra, self._settings.layers
+            )
         return self._differing[structure]
 
     def checked_marks(self, state: TrainState, extra: Mapping[str, Any]) -> tuple[bool, ...]:

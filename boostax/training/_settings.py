@@ -26,6 +26,7 @@ class Settings:
     window_every: Any
     replicas: Replicas | None = None
     example_weights: str | None = None
+    layers: Any = None
 
     @property
     def may_skip(self) -> bool:

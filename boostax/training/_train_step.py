@@ -34,6 +34,7 @@ from boostax.training.state import TrainState
 from boostax.updates._skip import find_state, find_states
 from boostax.updates._window import AccumulateState
 from boostax.updates.freeze import FreezeState
+from boostax.updates.scale_by_thor import ThorState
 
 
 class TrainStep:
@@ -137,10 +138,11 @@ class TrainStep:
             model_state = flax.core.unfreeze(model_state)
         if not jax.tree.leaves(params):
             raise ValueError("init: the parameters hold no arrays, so there is nothing to train")
-        if rng is None and needs_key(self.loss_fn):
-            raise ValueError(
-                "init: loss_fn declares rng, so a key is needed; pass rng=jax.random.key(0)"
-            )
+        layers = self.settings.layers
+        draws = layers is not None and layers.fisher == "true"
+        if rng is None and (draws or needs_key(self.loss_fn)):
+            why = 'thor draws labels (fisher="true")' if draws else "loss_fn declares rng"
+            raise ValueError(f"init: {why}, so a key is needed; pass rng=jax.random.key(0)")
         raw, self._key_impl = (None, None) if rng is None else raw_key(rng)
         params, model_state, raw = strong_copy((params, model_state, raw))
         if self._mesh is not None:
@@ -293,7 +295,8 @@ class TrainStep:
             self.settings,
             self.tx,
             self.canonical(),
-            takes_rng="rng" in declared_keywords(self.loss_fn),
+            takes_rng="rng" in declared_keywords(self.loss_fn)
+            or (self.settings.layers is not None and self.settings.layers.fisher == "true"),
             key_impl=self._key_impl,
             momenta=self._momenta,
             model=self._nnx,
@@ -359,6 +362,11 @@ class TrainStep:
             raise ValueError(
                 "freezing was given, but tx holds no boostax.freeze; wrap the optimizer: "
                 "freeze(optimizer, freezing)"
+            )
+        if len(find_states(opt_state, ThorState)) != (self.settings.layers is not None):
+            raise ValueError(
+                "tx must hold boostax.thor or scale_by_thor once where a step has layers, and where "
+                "it can be seen from outside, or with layers= given to train_step"
             )
         if windows is not None and self.settings.window_policy is None:
             raise ValueError(

@@ -12,6 +12,7 @@ import optax
 from boostax import _info
 from boostax._exclusions import LINE_SEARCHES
 from boostax.errors import StateMismatchError
+from boostax.gradients.layers import CapturedLayers
 from boostax.training._replicas import Replicas
 from boostax.training._replicas import data_axes as find_data_axes
 from boostax.training._settings import Settings
@@ -33,6 +34,7 @@ def train_step(
     batch_norm_momentum: float | None = None,
     freezing: Any | None = None,
     freeze_dispatch: str = "host",
+    layers: Any | None = None,
     skip_nonfinite: bool = False,
     learning_rate: float | Callable[[Any], Any] | None = None,
     wrt: Any = None,
@@ -69,6 +71,8 @@ def train_step(
       freeze_dispatch: ``"host"`` compiles one variant for each freeze index, when first needed;
         ``"switch"`` compiles all into one function. Inside a trace (a scan over steps) it is
         always ``"switch"``. Default ``"host"``.
+      layers: the ``boostax.CapturedLayers`` that ``tx`` was built with, of this loss: their statistics
+        are computed in the calls at which ``tx`` wants them. Default None: those found in ``tx``.
       skip_nonfinite: leave everything but ``attempt`` (and the freeze schedule) as it was when the
         loss or a trainable gradient is not finite. Default False.
       learning_rate: what ``tx`` uses, for the metric: a number or a schedule of ``updates``. Default
@@ -145,6 +149,7 @@ def train_step(
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be a bool, got {value!r}")
     freezing = _check_freezing(tx, freezing)
+    layers = _check_layers(tx, layers)
     names, asked = check_metrics(metrics, freezes=freezing is not None)
     if learning_rate is None:
         learning_rate = next(
@@ -176,6 +181,7 @@ def train_step(
         window_every=_window_length(accumulating),
         replicas=replicas,
         example_weights=example_weights,
+        layers=layers,
     )
     return TrainStep(
         loss_fn,
@@ -199,6 +205,22 @@ def _check_freezing(tx: Any, freezing: Any | None) -> Any | None:
             "freeze(...) and to train_step(...)"
         )
     return found.static
+
+
+def _check_layers(tx: Any, layers: Any | None) -> Any | None:
+    if layers is not None and not isinstance(layers, CapturedLayers):
+        raise TypeError(
+            f"layers must be what boostax.capture_layers returned, got {type(layers).__name__}"
+        )
+    found = [i.static for i in _info.walk(tx) if isinstance(i.static, CapturedLayers)]
+    if not found:
+        return layers
+    if any(other != found[0] for other in found) or layers not in (None, found[0]):
+        raise StateMismatchError(
+            "layers are not those that tx was built with; give the same boostax.CapturedLayers to "
+            "thor(..., layers=layers) and to train_step(..., layers=layers)"
+        )
+    return found[0]
 
 
 def _replicas(tx: Any, mesh: Any, wanted: Any) -> Replicas | None:

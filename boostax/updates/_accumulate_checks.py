@@ -66,7 +66,8 @@ def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
         )
 
 
-def extra_templates(average_extra: Any) -> dict[str, Any]:
+def extra_templates(average_extra: Any, declared: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the shapes of the extra arguments to average: those asked for, and those declared."""
     if isinstance(average_extra, str):
         raise TypeError(
             f"accumulate: average_extra must be names or a mapping, got the text {average_extra!r}; "
@@ -74,7 +75,8 @@ def extra_templates(average_extra: Any) -> dict[str, Any]:
         )
     if not isinstance(average_extra, Mapping):
         scalar = jax.ShapeDtypeStruct((), jnp.float32)
-        average_extra = dict.fromkeys(average_extra, scalar)
+        average_extra = {name: declared.get(name, scalar) for name in average_extra}
+    average_extra = {**declared, **average_extra}
     templates = {name: jax.tree.map(abstract, tree) for name, tree in average_extra.items()}
     for name, tree in templates.items():
         if not isinstance(name, str) or name in ("weight", "finite"):

@@ -21,8 +21,8 @@ import numpy as np
 import optax
 
 from boostax import _compat
-from boostax._info import TransformInfo, exchanged_axes, info_of, with_info
-from boostax.parallel.reduce import Reduce, any_device
+from boostax._info import TransformInfo, exchanged_axes, info_of, walk, with_info
+from boostax.parallel.reduce import Devices, Reduce, any_device
 from boostax.updates._accumulate_checks import (
     averaged_values,
     check_choice,
@@ -104,7 +104,8 @@ def accumulate(
         leaves then stay float64.
       average_extra: extra arguments of ``update`` that ``inner`` gets as their weighted mean over the
         window. Names of float scalars, or a mapping from name to an example pytree (arrays or
-        ``ShapeDtypeStruct``). The other extra arguments are those of the window's last call.
+        ``ShapeDtypeStruct``). The ``stats`` of :func:`boostax.thor` are averaged in any case. The
+        other extra arguments are those of the window's last call.
       every_k_schedule: ``optax.MultiSteps``'s name for ``every``.
       use_grad_mean: ``optax.MultiSteps``'s form of ``reduce``: True is ``"mean"``, False ``"sum"``.
       should_skip_update_fn: as for ``optax.MultiSteps``, ``(updates, update_count, params) ->
@@ -148,7 +149,9 @@ def accumulate(
     dtype = jax.dtypes.canonicalize_dtype(accumulator_dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"accumulator_dtype must be a floating dtype, got {dtype}")
-    templates = extra_templates(average_extra)
+    # Those that a part of inner declares it exchanges between devices itself, when it needs them.
+    declared = {k: v for info in walk(inner) for k, v in info.averaged.items()}
+    templates = extra_templates(average_extra, declared)
     takes_weight = takes(inner.update, "weight")
     single = not callable(every) and every == 1
     # If the devices disagreed on a window's end, some would wait for ever for the others.
@@ -294,7 +297,10 @@ def accumulate(
         def close() -> Any:
             passed = dict(averaged if single else new_extra)
             if axes:
-                passed = Reduce(axes)(passed, total_weight)
+                common = {k: v for k, v in passed.items() if k not in declared}
+                passed |= Reduce(axes)(common, total_weight)
+            if (devices := extra.get("boostax_devices")) is not None:
+                passed["boostax_devices"] = Devices(devices.axes, total_weight)
             seen = [s if ok else g for s, g, ok in zip(new_sums, grads, has_sum, strict=True)]
             if axes and not single and (weight is not None or boostax_flush):
                 # Others gathered something; this device may have nothing but what it had before.
