@@ -12,6 +12,7 @@ import optax
 import boostax
 from tests.common import programs
 from tests.common.harness import Row
+from tests.models import captured, plain
 
 _NOT_A_TRANSFORMATION = {
     "chain": "it holds the user's chain and is not itself a transformation to put into one",
@@ -77,6 +78,13 @@ def _flushing(learning_rate):
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def _thor(learning_rate):
+    layers = captured.perceptron(plain.SIZES)
+    return boostax.thor(
+        learning_rate, 0.1, layers=layers, weight_decay=0.01, frequency=3, early=(0, 1), kl_clip=0.1
+    )
+
+
 def _everything(learning_rate):
     inner = optax.chain(boostax.centralize(), optax.adam(learning_rate, eps=1e-3))
     return boostax.accumulate(boostax.freeze(inner, programs.freezing((0, 2, 1))), 2)
@@ -129,6 +137,15 @@ ROWS: tuple[Row, ...] = (
             optax.adam(learning_rate, b2=0.9, eps=1e-2),
             boostax.centralize(),
         ),
+    ),
+    Row(
+        name="thor",
+        covers=("thor", "scale_by_thor"),
+        seam="update",
+        cycle=3,
+        transform=_thor,
+        extra={"stats": captured.statistics(captured.perceptron(plain.SIZES))},
+        leafwise=False,
     ),
     Row(
         name="adasum",

@@ -1,9 +1,11 @@
 """Captured layers made by hand, for tests of what uses them."""
 
 import dataclasses
+import itertools
 import zlib
 
 import jax.numpy as jnp
+import numpy as np
 
 from boostax.gradients._blocks import Block, Factors, Side
 from boostax.gradients._views import View
@@ -64,3 +66,26 @@ def cut(matrix, side):
 def factors(block, inputs, outputs):
     """Return the two factors of a layer with one group from whole matrices."""
     return Factors(cut(inputs, block.inputs), cut(outputs, block.outputs))
+
+
+def perceptron(sizes):
+    """Describe the layers of ``tests.models.plain``."""
+    return Captured(
+        tuple(
+            dense(f"layers_{i}/kernel", a, b, f"layers_{i}/bias")
+            for i, (a, b) in enumerate(itertools.pairwise(sizes))
+        )
+    )
+
+
+def statistics(layers, seed=0):
+    """Return random factors of the layers: symmetric, positive definite, on the host."""
+    rng = np.random.default_rng(seed)
+
+    def one(shape):
+        rows = rng.normal(size=(*shape[:-1], 2 * shape[-1])) / np.sqrt(2 * shape[-1])
+        return (rows @ np.swapaxes(rows, -1, -2)).astype(np.float32)
+
+    return {
+        b.kernel: Factors(*(one(factor.shape) for factor in b.shapes())) for b in layers.blocks
+    }
