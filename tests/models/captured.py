@@ -86,6 +86,4 @@ def statistics(layers, seed=0):
         rows = rng.normal(size=(*shape[:-1], 2 * shape[-1])) / np.sqrt(2 * shape[-1])
         return (rows @ np.swapaxes(rows, -1, -2)).astype(np.float32)
 
-    return {
-        b.kernel: Factors(*(one(factor.shape) for factor in b.shapes())) for b in layers.blocks
-    }
+    return {b.kernel: Factors(*(one(factor.shape) for factor in b.shapes())) for b in layers.blocks}

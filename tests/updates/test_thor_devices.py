@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from boostax import scale_by_thor
 from boostax.gradients._blocks import Factors
@@ -117,6 +117,24 @@ def test_lanes_of_vmap():
     got = jax.jit(run)(stats)
     for lane in range(2):
         alike(jax.tree.map(lambda leaf, lane=lane: leaf[lane], got), on_one([1.0, 1.0]))
+
+
+def test_parameters_split_over_explicit_axes():
+    """Updates lie as the parameters do, and are those of one device."""
+    mesh = jax.make_mesh((2,), ("m",), (AxisType.Explicit,), devices=jax.devices()[:2])
+    specs = {"a": SPEC(None, "m"), "b": SPEC("m"), "c": SPEC("m", None), "d": SPEC()}
+    tx = scale_by_thor(layers=LAYERS, damping=0.1, learning_rate=1.0)
+    grads, stats = random_tree(0), random_stats(1)
+    expected, _ = tx.update(grads, tx.init(grads), stats=stats)
+    with jax.set_mesh(mesh):
+        split = {
+            name: jax.device_put(leaf, NamedSharding(mesh, specs[name]))
+            for name, leaf in grads.items()
+        }
+        updates, _ = jax.jit(tx.update)(split, tx.init(split), stats=stats)
+    alike(updates, expected)
+    for name, leaf in updates.items():
+        assert leaf.sharding.is_equivalent_to(split[name].sharding, leaf.ndim)
 
 
 def test_a_device_inverts_its_share():
