@@ -6,12 +6,13 @@ import numpy as np
 import optax
 import pytest
 
-from boostax import _info, scale_by_thor
+from boostax import _info, capture_layers, scale_by_thor
 from boostax.errors import StateMismatchError
 from boostax.gradients._blocks import Block, Factors, Side
 from boostax.gradients._views import View
 from boostax.updates import _thor_inverses
 from boostax.updates._thor_clip import kl_scale
+from tests.models import data, plain
 from tests.models.captured import Captured, dense, factors
 
 EXACT = {"pi_split": False, "clip": False, "factor_decay": 0.0}
@@ -347,3 +348,20 @@ def test_dtypes_stay():
     assert updates["n"].tolist() == [0, 1]
     same = lambda a, b: (a.dtype, a.shape, a.weak_type) == (b.dtype, b.shape, b.weak_type)
     assert jax.tree.all(jax.tree.map(same, state, new))
+
+
+# With captured layers
+
+
+def test_repeating_the_batch_changes_nothing():
+    params, batch = plain.init(), jax.tree.map(lambda leaf: leaf[0], data.batches(1))
+    layers = capture_layers(plain.loss, params, batch)
+    tx = scale_by_thor(layers=layers, damping=0.1, learning_rate=0.1)
+    twice = jax.tree.map(lambda leaf: jnp.concatenate([leaf, leaf]), batch)
+
+    def updates(given):
+        _, grads, stats = layers.value_and_grad(params, given)
+        return tx.update(grads, tx.init(params), stats=stats)[0]
+
+    once, again = (jax.jit(updates)(given) for given in (batch, twice))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), once, again)

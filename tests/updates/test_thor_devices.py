@@ -154,3 +154,23 @@ def test_a_device_inverts_its_share():
     lines = [line for line in text.splitlines() if "= cholesky " in line]
     assert len(lines) == 1
     assert "f32[1,4,4]" in lines[0]
+
+
+def test_reference_mode_on_devices():
+    """Statistics by weight; the batch size that the reference is told is the devices' mean."""
+    layers = Captured(LAYERS.blocks, mode="reference")
+    tx = scale_by_thor(
+        layers=layers, damping=0.1, clip=False, mode="reference", axis_name="d", frequency=2
+    )
+    alone = scale_by_thor(layers=layers, damping=0.1, clip=False, mode="reference", frequency=2)
+    grads, weights = random_tree(0), [4.0, 12.0]
+    each = [random_stats(1), random_stats(2)]
+    mapped = jax.shard_map(
+        lambda g, s, t, w: tx.update(g, s, stats=jax.tree.map(lambda x: x[0], t), weight=w[0]),
+        mesh=mesh_of((2,), ("d",)),
+        in_specs=(SPEC(), SPEC(), SPEC("d"), SPEC("d")),
+        out_specs=SPEC(),
+    )
+    got = jax.jit(mapped)(grads, tx.init(grads), stacked(each), jnp.asarray(weights))
+    given = weighted(each, weights)
+    alike(got, alone.update(grads, alone.init(grads), stats=given, weight=8.0))
