@@ -194,6 +194,7 @@ def plain_step(step: Any) -> Any:
         step.settings,
         metrics=tuple(m for m in step.settings.metrics if m != "freeze_index"),
         freezing=None,
+        layers=None if _info.find(tx, "scale_by_thor") is None else step.settings.layers,
         microbatch=1,
         window_policy=None,
         window_every=None,
