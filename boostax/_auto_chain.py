@@ -11,8 +11,9 @@ import optax
 from boostax import _info
 from boostax._config_named import Named, plain
 from boostax.errors import ConfigError
+from boostax.updates.accumulate import accumulate
 from boostax.updates.centralize import centralize
-from boostax.updates.freeze import Freezing
+from boostax.updates.freeze import Freezing, freeze
 from boostax.updates.freeze_schedule import freeze_schedule
 from boostax.updates.local_steps import local_steps
 from boostax.updates.parameter_groups import parameter_groups
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from boostax._config_sections import GradFreeze
     from boostax.config import BoostConfig
 
-__all__ = ["base_optimizer", "inner_chain", "make_freezing"]
+__all__ = ["base_optimizer", "inner_chain", "outer_chain"]
 
 
 def base_optimizer(config: BoostConfig, tx: Any) -> optax.GradientTransformationExtraArgs:
@@ -57,8 +58,9 @@ def inner_chain(
     params: Any,
     model: Any,
     exchange: Any = None,
+    thor: Any = None,
 ) -> Any:
-    """Return what stands inside the freeze: exchange, centralize, clip, the base optimizer."""
+    """Return what stands inside the freeze: exchange, centralize, clip, thor, the base optimizer."""
     section, centralized = config.centralize, "centralize" in enabled
     before, after = [], []
     steps = config.adasum.local_steps
@@ -72,12 +74,36 @@ def inner_chain(
         part.init(params)  # leaves that can't be read are told here, not at step.init
         (before if section.on == "gradient" else after).append(part)
     clip = _clip(config.clip)
-    before += [clip] if clip is not None else []
+    before += [part for part in (clip, thor) if part is not None]
     if exchange is not None and steps > 1:
         outer = None if config.adasum.outer is None else config.adasum.outer.build()
         inner = optax.chain(*before, base) if before else base
         base, before = local_steps(inner, steps, exchange, outer=outer), []
     return optax.chain(*before, base, *after) if before or after else base
+
+
+def outer_chain(
+    config: BoostConfig,
+    enabled: tuple[str, ...],
+    inner: Any,
+    params: Any,
+    order: Sequence[str] | None,
+    *,
+    needs_value: bool,
+) -> Any:
+    """Return freezing and the window around ``inner``."""
+    if "grad_freeze" in enabled:
+        inner = freeze(inner, _make_freezing(config.grad_freeze, params, order))
+    if "grad_accumulation" in enabled and config.has_window:
+        section = config.grad_accumulation
+        inner = accumulate(
+            inner,
+            config.every,
+            reduce=section.reduce,
+            nonfinite=section.nonfinite or "skip_micro",
+            average_extra=("value",) if needs_value else (),
+        )
+    return inner
 
 
 def _clip(clip: Any) -> Any | None:
@@ -93,7 +119,7 @@ def _clip(clip: Any) -> Any | None:
     return None
 
 
-def make_freezing(section: GradFreeze, params: Any, order: Sequence[str] | None) -> Freezing:
+def _make_freezing(section: GradFreeze, params: Any, order: Sequence[str] | None) -> Freezing:
     """Return groups and schedule for these parameters."""
     try:
         if section.patterns is not None:

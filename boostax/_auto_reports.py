@@ -82,6 +82,7 @@ def chain_order(config: BoostConfig, enabled: tuple[str, ...]) -> tuple[str, ...
         "adasum": "adasum" in enabled and config.adasum.on == "gradient",
         "centralize": "centralize" in enabled and config.centralize.on == "gradient",
         "clip": clip,
+        "thor": "thor" in enabled,
         "optimizer": True,
         "centralize_update": "centralize" in enabled and config.centralize.on == "update",
         "local_steps": "adasum" in enabled and config.adasum.local_steps > 1,
@@ -129,11 +130,15 @@ def describe_boost(
         model, params = params, nnx.state(params, nnx.Param)
     else:
         model = params
-    if tx is None and params is not None:
+    # THOR's layers come from a loss, which is not known here.
+    unknown = "thor" in boost.enabled and boost.resolution.mode != "enable_all"
+    if tx is None and params is not None and not unknown:
         base = None if boost.config.optimizer is not None else optax.identity()
         tx = boost.optimizer(base, model, order=order)
     if tx is None:
         notes = device_notes(boost.config, None) if "adasum" in boost.enabled else ()
+        if params is not None:
+            notes += ("the parameters are told with tx=, because thor needs the layers of a loss",)
         lines = chain_order(boost.config, boost.enabled)
         return BoostDescription(boost.resolution, lines, notes=notes)
     infos = list(_info.walk(tx))

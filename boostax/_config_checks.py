@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from boostax._config_named import Fault
+from boostax._config_thor import known_rate
 from boostax._exclusions import LINE_SEARCHES, NEEDS_VALUE
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ __all__ = ["together"]
 
 def together(config: BoostConfig) -> list[Fault]:
     """Return the faults that only several keys make."""
-    faults = _local(config)
+    faults = _local(config) + _thor(config)
     axis, inner = config.adasum.axis_name, config.adasum.inner_axis
     if axis is not None and config.common.device_number is not None:
         faults.append(
@@ -39,6 +40,32 @@ def together(config: BoostConfig) -> list[Fault]:
                 f"is {inner!r}, as adasum.axis_name is; the mean goes over another axis than AdaSum",
             )
         )
+    return faults
+
+
+def _thor(config: BoostConfig) -> list[Fault]:
+    section, faults = config.thor, []
+    if section.mode == "default":
+        if section.layer_norms:
+            faults.append(Fault("thor.layer_norms", 'is for thor.mode = "reference" only'))
+    else:
+        if section.frequency < 2:
+            faults.append(
+                Fault("thor.frequency", 'is 1; with thor.mode = "reference" it is at least 2')
+            )
+        if section.clip == "kl":
+            faults.append(
+                Fault("thor.clip", 'is "kl", which thor.mode = "reference" has not; use "tensor"')
+            )
+        if section.trace_rule is not None:
+            faults.append(Fault("thor.trace_rule", 'goes with thor.mode = "default" only'))
+    wants_rate = config.boost.mode == "manual" and config.boost.thor and section.kl
+    if wants_rate and config.optimizer is not None and known_rate(config) is None:
+        problem = (
+            "missing; the KL clip asks for what the updates are multiplied by, and "
+            f"{config.optimizer.name} was given no learning_rate; set it, or set thor.clip to false"
+        )
+        faults.append(Fault("thor.learning_rate", problem))
     return faults
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from boostax._exclusions import NORMALISES
+
 if TYPE_CHECKING:
     from boostax.config import BoostConfig
     from boostax.rules import Resolution
@@ -13,9 +15,19 @@ __all__ = ["notes"]
 
 
 def notes(
-    config: BoostConfig, wanted: Mapping[str, tuple[bool, str]], resolution: Resolution
+    config: BoostConfig,
+    wanted: Mapping[str, tuple[bool, str]],
+    resolution: Resolution,
+    parts: frozenset[str] = frozenset(),
 ) -> list[str]:
-    """Return the notes; ``wanted`` tells for every technique whether it is asked for, and why."""
+    """Return the notes.
+
+    Args:
+      config: the config.
+      wanted: for every technique whether it is asked for, and why.
+      resolution: what is on.
+      parts: the names of optax's parts in the base optimizer, as far as it is known.
+    """
     notes = []
     states = {d.technique: d for d in resolution.decisions}
     for name in states:
@@ -65,4 +77,33 @@ def notes(
             notes.append(
                 "the freeze index changes between windows; grad_freeze.total_steps counts windows"
             )
+    if "thor" in resolution.enabled:
+        notes += _thor(config, parts)
+    return notes
+
+
+def _thor(config: BoostConfig, parts: frozenset[str]) -> list[str]:
+    section, given = config.thor, config.given("thor")
+    notes = [
+        f"thor: the base optimizer ({part}) sets the length of its step by itself, so that the KL clip "
+        "does not bound the step that is taken, and one damping no longer goes with one learning "
+        "rate; optax.sgd with momentum is THOR's own"
+        for part in sorted(parts & NORMALISES)[:1]
+    ]
+    idle = []
+    if section.mode == "reference":
+        idle = [k for k in ("early", "factor_decay", "pi_split", "kl_clip") if k in given]
+    elif not section.kl and "kl_clip" in given:
+        idle = ["kl_clip"]
+    if not section.kl and "learning_rate" in given:
+        idle.append("learning_rate")
+    notes += [
+        f"thor.{key} is accepted and has no effect: "
+        + (
+            "mode reference has none"
+            if section.mode == "reference"
+            else f"thor.clip is {section.clip!r}, and only the KL clip reads it"
+        )
+        for key in idle
+    ]
     return notes

@@ -72,6 +72,10 @@ def json_schema() -> dict[str, Any]:
         "$ref": "#/$defs/optimizer",
         "description": "The base optimizer: any of optax or optax.contrib by name, with its arguments.",
     }
+    for key in ("damping", "learning_rate"):
+        field = definitions["Thor"]["properties"][key]
+        number = {k: field.pop(k) for k in ("type", "exclusiveMinimum")}
+        field["anyOf"] = [number, {"$ref": "#/$defs/schedule"}]
     outer = SECTIONS["adasum"].model_fields["outer"].description
     definitions["AdaSum"]["properties"]["outer"] = {
         "$ref": "#/$defs/optimizer",

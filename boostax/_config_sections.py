@@ -16,6 +16,7 @@ from pydantic import Field
 from pydantic.json_schema import SkipJsonSchema
 
 from boostax._config_named import Named
+from boostax._config_thor import Thor
 from boostax._config_types import (
     EVERY,
     FRACTION,
@@ -67,6 +68,9 @@ class Boost(Section):
         default=False,
         description="Gradient centralization on its own (boostax). With less_bn on, "
         "less_bn.gc_flag switches it on too.",
+    )
+    thor: Flag = Field(
+        default=False, description="Natural gradient by layers, ahead of the optimizer (boostax)."
     )
 
 
@@ -321,14 +325,19 @@ SECTIONS: dict[str, type[Section]] = {
     "grad_accumulation": GradAccumulation,
     "centralize": Centralize,
     "adasum": AdaSum,
+    "thor": Thor,
     "dim_reduce": DimReduce,
     "clip": Clip,
     "compare": Compare,
 }
 # Keys whose None default only says "not given"; a null in a config is a fault for them.
 NULLABLE = {("dim_reduce", "pca_mat_path"), ("dim_reduce", "weight_load_dir")}
-# Keys that take an optimizer by name.
-BY_NAME = {("adasum", "outer")}
+# Keys that take an optimizer or a schedule by name.
+BY_NAME = {
+    ("adasum", "outer"): "optimizer",
+    ("thor", "damping"): "schedule",
+    ("thor", "learning_rate"): "schedule",
+}
 # At most one key of each tuple may be given.
 ALTERNATIVES: tuple[tuple[tuple[str, str], ...], ...] = (
     (("grad_freeze", "freeze_p"), ("grad_freeze", "full_fraction")),

@@ -27,6 +27,7 @@ __all__ = [
     "OptionalPositive",
     "Pairs",
     "Pattern",
+    "Positive",
     "Section",
     "Seed",
     "Stats",

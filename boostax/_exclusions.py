@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from boostax.config import BoostConfig
 
-__all__ = ["EXCLUSIONS", "LINE_SEARCHES", "NEEDS_VALUE", "WINDOWS", "Exclusion"]
+__all__ = ["EXCLUSIONS", "LINE_SEARCHES", "NEEDS_VALUE", "NORMALISES", "WINDOWS", "Exclusion"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +40,71 @@ _EXCHANGES = frozenset({"adasum", "all_reduce", "local_steps"})
 _LOSS_BY_NORM = frozenset({"scale_by_polyak", "momo", "momo_adam"})
 # Parts of optax whose update takes the loss; a window averages it by weight.
 NEEDS_VALUE = _LOSS_BY_NORM | {"reduce_on_plateau"}
+# Parts of optax whose step has a length that does not follow that of the gradient.
+NORMALISES = frozenset(
+    {"scale_by_adam", "scale_by_adamax", "scale_by_amsgrad", "scale_by_adan", "scale_by_radam"}
+    | {"scale_by_belief", "scale_by_yogi", "scale_by_novograd", "scale_by_adadelta", "scale_by_rms"}
+    | {"scale_by_rss", "scale_by_stddev", "scale_by_factored_rms", "scale_by_sm3", "scale_by_lion"}
+    | {
+        "scale_by_sign",
+        "scale_by_trust_ratio",
+        "scale_by_sophia",
+        "scale_by_muon",
+        "scale_by_ademamix",
+    }
+    | {"normalize_by_update_norm", "scale_by_distance_over_gradients", "prodigy", "dadapt_adamw"}
+)
 
 EXCLUSIONS: tuple[Exclusion, ...] = (
+    Exclusion(
+        "dim_reduce",
+        "thor",
+        "its line search has accepted a point already, which nothing may change afterwards; it takes "
+        "the place of clip, thor and the base optimizer",
+    ),
+    Exclusion(
+        "optimizer",
+        "thor",
+        "it preconditions already (boostax.thor or scale_by_thor); pass the optimizer that is behind "
+        "that, or leave boost.thor off",
+        lambda config, parts: "scale_by_thor" in parts,
+    ),
+    Exclusion(
+        "optimizer",
+        "thor",
+        "the curvature pairs of L-BFGS are differences of one function's gradients, and what THOR "
+        "makes of gradients is no function's",
+        lambda config, parts: "scale_by_lbfgs" in parts,
+    ),
+    Exclusion(
+        "optimizer",
+        "thor",
+        "its step is as long as the loss over the gradient's norm says, and behind THOR that norm is "
+        "the preconditioned gradient's",
+        lambda config, parts: bool(parts & _LOSS_BY_NORM),
+    ),
+    Exclusion(
+        "optimizer",
+        "thor",
+        "SAM goes up along the gradient before it goes down, and THOR would turn both steps and take "
+        "statistics at the points in between; put boostax.scale_by_thor into the optimizer inside it",
+        lambda config, parts: "sam" in parts,
+    ),
+    Exclusion(
+        "optimizer",
+        "thor",
+        "it accumulates by itself (optax.MultiSteps or boostax.accumulate), and THOR would refresh and "
+        "clip by micro-batches; pass the optimizer that is inside it, and let grad_accumulation.every "
+        "make the window",
+        lambda config, parts: bool(parts & WINDOWS),
+    ),
+    Exclusion(
+        "optimizer",
+        "thor",
+        "it holds boostax.freeze already, and THOR around that would average the zeros of frozen layers "
+        "into their factors; pass the optimizer that is inside it, and let grad_freeze freeze",
+        lambda config, parts: "freeze" in parts,
+    ),
     Exclusion(
         "dim_reduce",
         "grad_accumulation",

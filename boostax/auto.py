@@ -11,26 +11,19 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from boostax import _info, rules
-from boostax._auto_chain import base_optimizer, inner_chain, make_freezing
+from boostax._auto_chain import base_optimizer, inner_chain, outer_chain
 from boostax._auto_devices import check_mesh, exchange_part, mesh_of, needs_order
 from boostax._auto_reports import BoostDescription, ModelReport, describe_boost
+from boostax._auto_resolution import absent, base_parts, part_of, resolution_in, with_left_out
+from boostax._auto_thor import Source, thor_part
 from boostax.config import BoostConfig, load_config
 from boostax.gradients.forward_order import forward_order
+from boostax.gradients.layers import CapturedLayers
 from boostax.training._start import typed_key
 from boostax.training.state import TrainState
 from boostax.training.step import TrainStep, train_step
-from boostax.updates.accumulate import accumulate
-from boostax.updates.freeze import freeze
 
 __all__ = ["AutoBoost", "BoostDescription", "ModelReport"]
-
-# What the chain must hold for a technique that is on: technique -> part.
-_PARTS = {
-    "grad_freeze": "freeze",
-    "adasum": "adasum",
-    "centralize": "centralize",
-    "grad_accumulation": "accumulate",
-}
 
 
 class AutoBoost:
@@ -129,10 +122,16 @@ class AutoBoost:
         *,
         order: Sequence[str] | None = None,
         wrt: Any = None,
+        layers: CapturedLayers | None = None,
+        loss_fn: Callable[..., Any] | None = None,
+        batch: Any = None,
+        model_state: Any = None,
+        rng: Any = None,
+        has_aux: bool | None = None,
     ) -> optax.GradientTransformationExtraArgs:
         """Compose the transformations that are on around a base optimizer.
 
-        ``accumulate(freeze(chain(adasum, centralize, clip, tx)))``, without what is off. With
+        ``accumulate(freeze(chain(adasum, centralize, clip, thor, tx)))``, without what is off. With
         ``centralize.on = "update"`` centralize stands behind ``tx``, with ``adasum.on = "update"``
         adasum does, between the two.
 
@@ -146,6 +145,14 @@ class AutoBoost:
             names tell it.
           wrt: nnx filter of the trained leaves, where ``params`` is a model. Default None:
             ``nnx.Param``.
+          layers: the layers of the loss, where thor is on: what :func:`boostax.capture_layers`
+            returned. Default None: they are captured from ``loss_fn``, ``params`` and ``batch``, with
+            the config's ``block_size``, ``fisher``, ``exclude`` and ``mode``.
+          loss_fn: the loss that will be trained, for capturing. Default None.
+          batch: one batch, for capturing; abstract leaves do. Default None.
+          model_state: as for :func:`boostax.capture_layers`. Default None.
+          rng: as for :func:`boostax.capture_layers`. Default None.
+          has_aux: as for :func:`boostax.capture_layers`. Default None.
 
         Returns:
           The transformation. ``tx`` itself where nothing is on and nothing is clipped.
@@ -154,14 +161,14 @@ class AutoBoost:
           ConfigError: neither or both of ``tx`` and the section ``optimizer`` are given, or the
             optimizer does not go with what is on (in mode ``enable_all`` that is left out
             instead), or the config asks for more groups than there are layers, or
-            ``common.device_number`` does not divide the number of devices.
+            ``common.device_number`` does not divide the number of devices, or thor is on and its
+            layers or, for its KL clip, the learning rate are missing (in mode ``enable_all`` thor is
+            left out instead).
           TypeError: ``tx`` is not a transformation.
           ValueError: ``params`` is missing, or the order of its layers can't be told.
         """
         base = base_optimizer(self.config, tx)
-        parts = rules.optimizer_parts(
-            self.config.optimizer.build() if self.config.optimizer else base
-        )
+        parts = base_parts(self.config, base)
         enabled = rules.with_optimizer(self.config, self.resolution, parts).enabled
         needed = [name for name in ("grad_freeze", "centralize") if name in enabled]
         if needed and params is None:
@@ -175,20 +182,25 @@ class AutoBoost:
         exchange = None
         if "adasum" in enabled:
             exchange = exchange_part(self.config, self._own_mesh(), params, order)
-        inner = inner_chain(self.config, enabled, base, params, model, exchange)
-        if "grad_freeze" in enabled:
-            inner = freeze(inner, make_freezing(self.config.grad_freeze, params, order))
-        if "grad_accumulation" in enabled and self.config.has_window:
-            section = self.config.grad_accumulation
-            needs_value = parts & rules.NEEDS_VALUE
-            inner = accumulate(
-                inner,
-                self.config.every,
-                reduce=section.reduce,
-                nonfinite=section.nonfinite or "skip_micro",
-                average_extra=("value",) if needs_value else (),
-            )
-        return _info.with_plain(inner, base)
+        thor, left_out = None, {}
+        if "thor" in enabled:
+            options = {"model_state": model_state, "rng": rng, "has_aux": has_aux}
+            if model is not None:
+                options["wrt"] = wrt
+            source = Source(layers, loss_fn, batch, params if model is None else model, options)
+            try:
+                thor = thor_part(self.config, source)
+            except ValueError as error:
+                if self.resolution.mode != "enable_all":
+                    raise
+                left_out["thor"] = str(error)
+        inner = inner_chain(self.config, enabled, base, params, model, exchange, thor)
+        whole = outer_chain(
+            self.config, enabled, inner, params, order, needs_value=bool(parts & rules.NEEDS_VALUE)
+        )
+        if whole is base:
+            return base
+        return with_left_out(_info.with_plain(whole, base), left_out)
 
     def train_step(self, loss_fn: Callable[..., Any], tx: Any, **settings: Any) -> TrainStep:
         """Build the compiled train step: :func:`boostax.train_step` with the config's settings.
@@ -208,9 +220,9 @@ class AutoBoost:
             ``mesh`` is missing.
         """
         enabled = self._resolution_of(tx).enabled
-        for name in self._absent(tx, enabled):
+        for name in absent(self.config, tx, enabled):
             raise ValueError(
-                f"train_step: {name} is on, but tx holds no {self._part(name)}; pass what "
+                f"train_step: {name} is on, but tx holds no {part_of(self.config, name)}; pass what "
                 "boost.optimizer(tx, params) returned"
             )
         if "grad_accumulation" in enabled:
@@ -279,7 +291,18 @@ class AutoBoost:
                 has_aux=settings.get("has_aux"),
                 wrt=settings.get("wrt"),
             )
-        tx = self.optimizer(tx, model_or_params, order=order, wrt=settings.get("wrt"))
+        tx = self.optimizer(
+            tx,
+            model_or_params,
+            order=order,
+            wrt=settings.get("wrt"),
+            layers=settings.get("layers"),
+            loss_fn=loss_fn,
+            batch=batch,
+            model_state=model_state,
+            rng=None if rng is None else typed_key(rng),
+            has_aux=settings.get("has_aux"),
+        )
         step = self.train_step(loss_fn, tx, **settings)
         return step, step.init(model_or_params, model_state=model_state, rng=rng)
 
@@ -322,33 +345,7 @@ class AutoBoost:
         return self.mesh if self.config.adasum.axis_name is None else None
 
     def _resolution_of(self, tx: Any) -> rules.Resolution:
-        """Return the resolution as it is in ``tx``: ``enable_all`` leaves out what clashes."""
-        if self.resolution.mode != "enable_all":
-            return self.resolution
-        base = _info.noted_plain(tx)
-        if base is not None:
-            parts = rules.optimizer_parts(base)
-            return rules.with_optimizer(self.config, self.resolution, parts)
-        absent = self._absent(tx, self.enabled)
-        parts = rules.optimizer_parts(tx)
-        return rules.with_optimizer(self.config, self.resolution, parts, absent)
-
-    def _absent(self, tx: Any, enabled: Sequence[str]) -> list[str]:
-        """Return the techniques among ``enabled`` whose part is not in ``tx``."""
-        return [
-            name
-            for name in enabled
-            if name in _PARTS
-            and (name != "grad_accumulation" or self.config.has_window)
-            and _info.find(tx, self._part(name)) is None
-        ]
-
-    def _part(self, name: str) -> str:
-        return (
-            "local_steps"
-            if name == "adasum" and self.config.adasum.local_steps > 1
-            else _PARTS[name]
-        )
+        return resolution_in(self.config, self.resolution, tx)
 
     def _missing(self, seam: str | None = None) -> list[str]:
         return [

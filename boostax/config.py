@@ -35,6 +35,7 @@ from boostax._config_sections import (
     GradFreeze,
     LessBN,
 )
+from boostax._config_thor import Thor
 from boostax._config_types import Allowed
 from boostax.errors import ConfigError, did_you_mean
 
@@ -57,6 +58,7 @@ class BoostConfig(pydantic.BaseModel):
       grad_accumulation: windows over steps, and micro-batches inside one.
       centralize: where and on which layers gradients are centralized.
       adasum: what AdaSum combines, how, and over which axes.
+      thor: how layers are captured and preconditioned.
       dim_reduce: training in a reduced space.
       clip: clipping of the gradient.
       compare: name and level of an arm of ``boostax compare``; changes nothing else.
@@ -82,6 +84,7 @@ class BoostConfig(pydantic.BaseModel):
     grad_accumulation: GradAccumulation = GradAccumulation()
     centralize: Centralize = Centralize()
     adasum: AdaSum = AdaSum()
+    thor: Thor = Thor()
     dim_reduce: DimReduce = DimReduce()
     clip: Clip = Clip()
     compare: Compare = Compare()
@@ -276,12 +279,18 @@ def _mapping(value: Any) -> Mapping[Any, Any] | None:
     return value if isinstance(value, Mapping) else None
 
 
-def _read_optimizer(value: Any, path: str = "optimizer") -> tuple[Named | None, list[Fault]]:
+def _read_optimizer(value: Any) -> tuple[Named | None, list[Fault]]:
     if value is None:
-        return None, [Fault(path, "got null; leave the section out to bring an optimizer")]
-    if isinstance(value, Named):
+        return None, [Fault("optimizer", "got null; leave the section out to bring an optimizer")]
+    return _read_named(value, "optimizer", "optimizer")
+
+
+def _read_named(value: Any, path: str, kind: str) -> tuple[Any, list[Fault]]:
+    if isinstance(value, Named) and value.kind == kind:
         return value, []
-    return parse(value, path, "optimizer")
+    if kind == "schedule" and not isinstance(value, (Mapping, Named)):
+        return value, []  # a number or a function, for the section's own types
+    return parse(value, path, kind)
 
 
 def _read_section(name: str, value: Any) -> tuple[Any, list[Fault]]:
@@ -298,11 +307,12 @@ def _read_section(name: str, value: Any) -> tuple[Any, list[Fault]]:
         elif entry is None and (name, key) not in NULLABLE:
             faults[key] = Fault(f"{name}.{key}", f"got null; allowed: {_allowed(name, key)}")
     found: list[Fault] = []
-    named: dict[str, Any] = {}
+    raw = dict(raw)
     for key in [key for key in raw if (name, key) in BY_NAME and key not in faults]:
-        named[key], new = _read_optimizer(raw[key], f"{name}.{key}")
+        raw[key], new = _read_named(raw[key], f"{name}.{key}", BY_NAME[name, key])
         found += new
-    raw = {**raw, **named}
+        if new:
+            del raw[key]
     for _ in range(2):
         try:
             right = {str(k): v for k, v in raw.items() if k not in faults}

@@ -7,7 +7,7 @@ once. A new technique flips ``built`` in its row and adds its exclusions.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from boostax._config_named import Fault
@@ -58,6 +58,7 @@ TECHNIQUES: dict[str, Technique] = {
         Technique("grad_accumulation", "update", True, "updates once per window of micro-batches"),
         Technique("centralize", "update", True, "removes the mean of each unit's gradient"),
         Technique("adasum", "update", True, "combines the devices' gradients by AdaSum"),
+        Technique("thor", "update", True, "preconditions each layer's gradient by its factors"),
         Technique("dim_reduce", "update", False, "trains in a reduced space"),
         Technique("loss_scale_group", "gradient", False, "keeps one loss scale per group"),
     )
@@ -88,6 +89,7 @@ ORDER: tuple[Place, ...] = (
     Place("local_steps", "adasum", "each device makes updates of its own between two exchanges"),
     Place("centralize", "centralize", "before the clip, so that the norm is that of what is used"),
     Place("clip", None, "on the window's mean gradient of the trainable leaves"),
+    Place("thor", "thor", "each layer's gradient between the inverses of its two factors"),
     Place("optimizer", None, "sees the gradient that all the others have shaped"),
     Place("adasum_update", "adasum", "on the updates; each device has moments of its own"),
     # Behind AdaSum, which counts a vector by its direction: what rounding leaves of one that
@@ -206,7 +208,7 @@ def resolve(config: BoostConfig, level: str = "O0") -> Resolution:
         else:
             decisions.append(Decision(name, "on", reason))
     resolution = Resolution(level, mode, tuple(decisions), ())
-    return dataclasses.replace(resolution, notes=tuple(notes(config, wanted, resolution)))
+    return _with_notes(config, resolution, _own_parts(config))
 
 
 def _wanted(config: BoostConfig, level: str) -> dict[str, tuple[bool, str]]:
@@ -263,11 +265,19 @@ def with_optimizer(
         lines = [_clash_lines(clashes), *lines]
     if lines:
         raise ConfigError("\n".join(lines))
-    if not clashes:
-        return resolution
     left_out: dict[str, str] = {}
     for row in clashes:
         left_out.setdefault(row.drops, _exclusion_text(row))
+    return without(config, resolution, left_out, parts)
+
+
+def without(
+    config: BoostConfig,
+    resolution: Resolution,
+    left_out: Mapping[str, str],
+    parts: frozenset[str],
+) -> Resolution:
+    """Return the resolution with techniques left out, each with its reason, and its notes anew."""
     told = dataclasses.replace(
         resolution,
         decisions=tuple(
@@ -277,17 +287,24 @@ def with_optimizer(
             for d in resolution.decisions
         ),
     )
+    return _with_notes(config, told, parts)
+
+
+def _with_notes(config: BoostConfig, resolution: Resolution, parts: frozenset[str]) -> Resolution:
     wanted = _wanted(config, resolution.level)
-    return dataclasses.replace(told, notes=tuple(notes(config, wanted, told)))
+    return dataclasses.replace(resolution, notes=tuple(notes(config, wanted, resolution, parts)))
+
+
+def _own_parts(config: BoostConfig) -> frozenset[str]:
+    """Return the parts of the optimizer that the config names."""
+    return frozenset() if config.optimizer is None else optimizer_parts(config.optimizer.build())
 
 
 def _clashes(
     config: BoostConfig, on: set[str], parts: frozenset[str] | None = None
 ) -> list[Exclusion]:
     if parts is None:
-        parts = (
-            frozenset() if config.optimizer is None else optimizer_parts(config.optimizer.build())
-        )
+        parts = _own_parts(config)
     present = on | {"optimizer"}
     return [
         row

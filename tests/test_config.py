@@ -263,6 +263,104 @@ def test_faults_of_local_steps():
     )
 
 
+DECAY = {"name": "exponential_decay", "init_value": 0.1, "transition_steps": 9, "decay_rate": 0.5}
+
+
+def test_thor_is_read():
+    section = load_config().thor
+    assert (section.damping, section.frequency, section.early) == (0.01, 100, (0, 1, 3, 6))
+    assert (section.block_size, section.fisher, section.mode) == (1024, "empirical", "default")
+    given = {
+        "damping": DECAY,
+        "learning_rate": {**DECAY, "init_value": 1.0},
+        "early": [0, 2],
+        "clip": "kl",
+        "split_indices": [0, 4],
+        "exclude": ["*/head"],
+    }
+    config = load_config({"thor": given})
+    assert config.to_dict(defaults=False) == {"thor": given}
+    assert load_config(config.to_dict()) == config
+    assert hash(load_config({"thor": given})) == hash(config)
+    assert (
+        load_config({"thor": {"damping": config.thor.damping}}).thor.damping.name == DECAY["name"]
+    )
+    schedule = lambda count: 0.1
+    assert load_config({"thor": {"damping": schedule}}).thor.damping is schedule
+    for clip, kl in ((True, True), ("kl", True), ("tensor", False), (False, False)):
+        assert load_config({"thor": {"clip": clip}}).thor.kl == kl
+    assert not load_config({"thor": {"mode": "reference"}}).thor.kl
+
+
+def test_faults_of_thor():
+    rate = "a number above 0, or a schedule by name"
+    refused(
+        {
+            "thor": {
+                "damping": "0.1",
+                "learning_rate": 0,
+                "frequency": 2.0,
+                "early": [3, 3],
+                "factor_decay": 1,
+                "pi_split": "true",
+                "clip": 1,
+                "kl_clip": "1e-3",
+                "trace_rule": 0,
+                "split_indices": [-1],
+                "block_size": 0,
+                "fisher": "tru",
+                "exclude": "*/bias",
+                "layer_norms": [""],
+                "mode": "ref",
+            }
+        },
+        "15 faults",
+        f'thor.damping: got "0.1" (text); allowed: {rate}',
+        f"thor.learning_rate: got 0 (a number); allowed: {rate}",
+        "thor.frequency: got 2.0 (a number); allowed: an integer from 1",
+        "thor.early: got (3, 3) (a list); allowed: a list of increasing integers of at least 0",
+        "thor.factor_decay: got 1 (a number); allowed: a number of at least 0 and below 1",
+        'thor.pi_split: got "true" (text)',
+        "thor.clip: got 1 (a number); allowed: true or false, or one of 'kl', 'tensor'",
+        'thor.kl_clip: got "1e-3" (text); allowed: a number above 0',
+        "thor.trace_rule: got 0 (a number)",
+        "thor.split_indices: got (-1,) (a list)",
+        "thor.block_size: got 0 (a number)",
+        "thor.fisher: got \"tru\" (text); allowed: one of 'empirical', 'true'. Did you mean 'true'?",
+        'thor.exclude: got "*/bias" (text); allowed: a list of path patterns',
+        "thor.layer_norms: got ('',) (a list)",
+        "thor.mode: got \"ref\" (text); allowed: one of 'default', 'reference'",
+    )
+    refused(
+        {"thor": {"damping": {**DECAY, "decay_rate": "a", "steps": 1}, "learning_rate": float}},
+        "3 faults",
+        'thor.damping.decay_rate: got "a" (text)',
+        "thor.damping.steps: exponential_decay has no argument 'steps'",
+        "thor.learning_rate: got <class 'float'> (type)",
+    )
+    refused({"thor": {"damping": None}}, "1 fault", "thor.damping: got null")
+    refused(
+        {"thor": {"mode": "reference", "frequency": 1, "clip": "kl", "trace_rule": 0.1}},
+        "3 faults",
+        'thor.frequency: is 1; with thor.mode = "reference" it is at least 2',
+        'thor.clip: is "kl", which thor.mode = "reference" has not',
+        'thor.trace_rule: goes with thor.mode = "default" only',
+    )
+    refused({"thor": {"layer_norms": ["*/ln"]}}, "1 fault", "thor.layer_norms: is for thor.mode")
+
+
+def test_the_kl_clip_of_thor_finds_its_rate_when_the_config_is_read():
+    on = {"boost": {"mode": "manual", "thor": True}}
+    named = {"name": "prodigy"}
+    load_config({**on, "optimizer": named})  # its default is a rate
+    named = {"name": "sm3", "learning_rate": 0.1}
+    load_config({**on, "optimizer": named})
+    adaptive = {"name": "adafactor"}
+    refused({**on, "optimizer": adaptive}, "1 fault", "thor.learning_rate: missing; the KL clip")
+    load_config({**on, "optimizer": adaptive, "thor": {"clip": False}})
+    load_config({**on, "optimizer": adaptive, "thor": {"learning_rate": 0.1}})
+
+
 def test_axes_of_ones_own_go_with_no_group_size():
     refused(
         {"adasum": {"axis_name": "data"}, "common": {"device_number": 4}},
@@ -549,6 +647,7 @@ def test_the_schema_agrees_with_the_loader():
         {"grad_accumulation": {"every": 2}},
         {"adasum": {"axis_name": "data", "inner_axis": "local"}},
         {"adasum": {"on": "update", "local_steps": 2, "outer": optimizer}},
+        {"thor": {"damping": 0.1, "learning_rate": DECAY, "clip": "tensor", "early": []}},
     ):
         assert validate.is_valid(right)
         load_config(right)
@@ -566,6 +665,11 @@ def test_the_schema_agrees_with_the_loader():
         {"common": {"device_number": 0}},
         {"adasum": {"axis_name": ""}},
         {"adasum": {"on": None}},
+        {"thor": {"damping": 0}},
+        {"thor": {"damping": "0.1"}},
+        {"thor": {"damping": {"name": "exponential_decay", "rate": 1}}},
+        {"thor": {"clip": "norm"}},
+        {"thor": {"split_indices": None}},
         {"adasum": {"on": "update", "local_steps": 2, "outer": {"name": "sgd", "rate": 1}}},
     ):
         assert not validate.is_valid(wrong)
@@ -580,7 +684,7 @@ _values = st.recursive(
     max_leaves=5,
 )
 _keys = st.sampled_from(
-    ["mode", "adasum", "param_groups", "every", "rho", "name", "learning_rate", "x"]
+    ["mode", "adasum", "damping", "param_groups", "every", "rho", "name", "learning_rate", "x"]
 )
 _sections = st.sampled_from([*BoostConfig.model_fields, "bost"])
 

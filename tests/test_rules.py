@@ -24,6 +24,7 @@ def test_levels():
         "grad_accumulation": "off",
         "centralize": "on",
         "adasum": "off",
+        "thor": "off",
         "dim_reduce": "off",
         "loss_scale_group": "off",
     }
@@ -127,7 +128,7 @@ def test_enable_all_leaves_out_what_is_excluded_and_says_why():
     resolution = resolve(load_config({**LBFGS, "boost": {"mode": "enable_all"}}))
     assert resolution.enabled == ("centralize",)
     reasons = {d.technique: d.reason for d in resolution.decisions if d.state == "left out"}
-    assert set(reasons) == {"grad_accumulation", "grad_freeze", "adasum"}
+    assert set(reasons) == {"grad_accumulation", "grad_freeze", "adasum", "thor"}
     assert "left out" in str(resolution)
 
 
@@ -147,3 +148,30 @@ def test_it_prints_as_a_table():
     assert text.startswith("level O2, mode auto\n")
     assert "adasum" in text
     assert "not built yet" in text
+
+
+def test_notes_on_thor():
+    def notes(**section):
+        config = {"boost": {"mode": "manual", "thor": True}, "thor": section}
+        return resolve(load_config(config)).notes
+
+    assert notes(learning_rate=0.1, kl_clip=0.01) == ()
+    assert notes(clip="tensor", kl_clip=0.01, learning_rate=0.1) == (
+        "thor.kl_clip is accepted and has no effect: thor.clip is 'tensor', and only the KL clip "
+        "reads it",
+        "thor.learning_rate is accepted and has no effect: thor.clip is 'tensor', and only the KL "
+        "clip reads it",
+    )
+    idle = notes(mode="reference", early=[0], factor_decay=0.5, pi_split=False, learning_rate=0.1)
+    assert [note.split(" ")[0] for note in idle] == [
+        "thor.early",
+        "thor.factor_decay",
+        "thor.pi_split",
+        "thor.learning_rate",
+    ]
+
+
+def test_thor_gives_way_to_dim_reduce():
+    flags = {"mode": "manual", "thor": True, "dim_reduce": True}
+    with pytest.raises(ConfigError, match=r"boost.thor: thor does not go with dim_reduce"):
+        load_config({"boost": flags})

@@ -303,6 +303,7 @@ CONFIG_NAMES: dict[str, str] = {
     "grad_accumulation": "accumulate",
     "centralize": "centralize",
     "adasum": "adasum",
+    "thor": "thor",
 }
 
 # Public names that are no technique, each with what it is instead.
@@ -310,6 +311,8 @@ NOT_TECHNIQUES: dict[str, str] = {
     "BoostConfig": "the settings that AutoBoost is built from",
     "load_config": "reads the settings that AutoBoost is built from",
     "forward_order": "names layers for parameter_groups; changes nothing in training",
+    "capture_layers": "finds the layers that thor preconditions; changes nothing in training",
+    "CapturedLayers": "what capture_layers found",
     "local_params": "reads the state of local_steps",
     "LocalStepsState": "the state of local_steps",
     "adasum_pair": "the arithmetic of adasum for two trees on one device",
@@ -319,6 +322,8 @@ NOT_TECHNIQUES: dict[str, str] = {
     "FreezeState": "the state of freeze",
     "ThorState": "the state of scale_by_thor and thor",
     "LossAux": "what a loss function returns",
+    "Categorical": "a part of what a loss function returns",
+    "Gaussian": "a part of what a loss function returns",
     "TrainState": "the state of train_step",
     "ConfigError": "an error of the config loader",
     "MissingExtraError": "an error about a missing package",
