@@ -188,5 +188,7 @@ def _walk_values(values: list[Any], seen: set[int]) -> Iterator[TransformInfo]:
             yield from _walk_values(list(value), seen)
         elif isinstance(value, dict):
             yield from _walk_values(list(value.values()), seen)
-        elif callable(value) and _UPDATE.fullmatch(getattr(value, "__name__", "")):
+        elif callable(value) and (
+            hasattr(value, _ATTRIBUTE) or _UPDATE.fullmatch(getattr(value, "__name__", ""))
+        ):
             yield from _walk_function(value, seen)

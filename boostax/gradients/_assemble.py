@@ -183,6 +183,7 @@ def to_factors(
     parts: Sequence[Part],
     read: Mapping[Place, tuple[jax.Array, ...]],
     weight: jax.Array,
+    mode: str = "default",
 ) -> dict[str, Factors]:
     """Return each layer's factors from the sums that its calls emitted.
 
@@ -195,6 +196,7 @@ def to_factors(
       parts: the calls.
       read: what each call emitted; a call that is absent was not watched.
       weight: N, the loss's weight.
+      mode: ``"reference"``: scaled as ``mindspore.nn.thor`` has them on a GPU.
     """
     result = {}
     for block in blocks:
@@ -213,7 +215,10 @@ def to_factors(
                 sum(read[part.place][side].reshape(shape) for part in own)
                 for side, shape in enumerate(reversed(shapes) if flipped else shapes)
             )
-            inputs, outputs = inputs / rows, outputs * weight
+            if mode == "reference":
+                inputs, outputs = _as_reference(block, inputs, outputs, rows)
+            else:
+                inputs, outputs = inputs / rows, outputs * weight
             pairs.append((outputs, inputs) if flipped else (inputs, outputs))
         if not pairs:
             result[block.kernel] = jax.tree.map(
@@ -222,6 +227,15 @@ def to_factors(
         else:
             result[block.kernel] = Factors(*(pairs[0] if len(pairs) == 1 else _added(*pairs)))
     return result
+
+
+def _as_reference(block: Block, inputs: Any, outputs: Any, rows: int) -> tuple[Any, Any]:
+    """Divide the sums by what the reference divides by: A of a dense layer by its width."""
+    if block.kind == "conv":
+        return inputs / block.positions, outputs / block.positions
+    if block.kind == "embedding":
+        return inputs, outputs / rows
+    return inputs / block.inputs.size, outputs / rows
 
 
 def _added(first: tuple[Any, Any], second: tuple[Any, Any]) -> tuple[jax.Array, jax.Array]:

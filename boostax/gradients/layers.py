@@ -315,7 +315,7 @@ def value_grad_and_factors(
             next(supply) if f else jnp.zeros_like(x) for f, x in zip(flags, leaves, strict=True)
         ]
         weight = weight_of(aux, batch)
-        factors = to_factors(layers.blocks, parts, read, weight)
+        factors = to_factors(layers.blocks, parts, read, weight, layers.mode)
         return (value, aux), treedef.unflatten(filled), factors
 
     return fn
