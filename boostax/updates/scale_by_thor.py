@@ -184,8 +184,10 @@ def scale_by_thor(
       Kronecker-Factored Approximate Fisher Matrix for Convolution Layers", ICML 2016.
 
     When not to use:
-      Where most parameters lie in layers without factors, or where layers are so wide that an
-      inverse costs more than the steps that it saves.
+      Where most parameters lie in layers without factors, and where layers are wide and batches
+      small. Every update multiplies each gradient by both inverses, which for a batch of B rows is
+      about (inputs + outputs) / 3B of the layer's own forward and backward pass; a smaller
+      ``block_size`` makes it less.
     """
     settings = make_settings(
         "scale_by_thor",
@@ -276,7 +278,7 @@ def build(settings: Settings) -> optax.GradientTransformationExtraArgs:
         if settings.layer_norms:
             damping = settings.damping_at(state.count)
             batch = reference.batch_size(caller, own_weight, axes)
-            for path in settings.layer_norms & grads.keys():
+            for path in sorted(settings.layer_norms & grads.keys()):
                 moved[path] = reference.layer_norm(grads[path], damping, batch)
         if settings.clip == "kl":
             assert settings.rates is not None  # make_settings saw to it

@@ -87,3 +87,18 @@ def statistics(layers, seed=0):
         return (rows @ np.swapaxes(rows, -1, -2)).astype(np.float32)
 
     return {b.kernel: Factors(*(one(factor.shape) for factor in b.shapes())) for b in layers.blocks}
+
+
+def spd(seed, n):
+    """Return a random positive definite matrix."""
+    a = np.random.default_rng(seed).normal(size=(n, 2 * n)).astype(np.float32)
+    return a @ a.T / (2 * n)
+
+
+def closed(matrix, inputs, outputs, damping):
+    """A^-1 M G^-1 with the split damping, float64."""
+    a, g = (np.asarray(x, np.float64) for x in (inputs, outputs))
+    pi = np.sqrt((np.trace(a) / len(a)) / (np.trace(g) / len(g)))
+    a = a + pi * np.sqrt(damping) * np.eye(len(a))
+    g = g + np.sqrt(damping) / pi * np.eye(len(g))
+    return np.linalg.solve(a, np.asarray(matrix, np.float64)) @ np.linalg.inv(g)
