@@ -250,13 +250,15 @@ def gather_call(params: Any, table_shape: Any, out_shape: Any) -> GatherCall | s
     """Describe a ``gather`` from a table, or say why it can't be an embedding."""
     numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
     start, collapsed = tuple(numbers.start_index_map), tuple(numbers.collapsed_slice_dims)
-    if len(start) != 1 or start != collapsed or tuple(numbers.operand_batching_dims):
-        return "a gather of something else than whole rows"
-    axis = start[0]
-    rest = _rest(len(table_shape), start)
-    if sizes[axis] != 1 or any(sizes[a] != table_shape[a] for a in rest):
-        return "a gather of something else than whole rows"
-    offsets = tuple(numbers.offset_dims)
+    # Along axes that are taken whole, a start can only be 0.
+    cut = [a for a in range(len(table_shape)) if sizes[a] != table_shape[a]]
+    axis = cut[0] if cut else start[0]
+    rest = _rest(len(table_shape), (axis,))
+    whole_rows = len(cut) <= 1 and sizes[axis] == 1 and axis in start and set(collapsed) <= {axis}
+    if not whole_rows or tuple(numbers.operand_batching_dims):
+        return "in a gather of something else than whole rows"
+    kept = [a for a in range(len(table_shape)) if a not in collapsed]
+    offsets = tuple(place for a, place in zip(kept, numbers.offset_dims, strict=True) if a != axis)
     rows = _rest(len(out_shape), offsets)
     dims: list[Any] = [(("r", size),) for size in out_shape]
     for i, place in enumerate(offsets):

@@ -133,6 +133,11 @@ def describe_step(step: Any, state: Any, batch: Any, extra: Mapping[str, Any]) -
             "the freeze schedule is switched inside the compiled step: FLOPs and bytes count all "
             "variants, each call runs one"
         )
+    if step.settings.layers is not None:
+        notes.append(
+            "the layers' statistics and inverses are computed only when they are due: FLOPs and "
+            "bytes count the passes with and without them"
+        )
     if freezing is not None:
         notes.append("after the end of the freeze schedule nothing is frozen")
     shown = {"microbatch": step.settings.microbatch, "skip_nonfinite": step.settings.skip_nonfinite}

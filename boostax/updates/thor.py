@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._info import TransformInfo, with_info
+from boostax._info import TransformInfo, with_info, with_plain
 from boostax._tree import leaf_paths
 from boostax.updates import _thor_checks as checks
 from boostax.updates._thor_clip import clip_tensors
@@ -169,10 +169,11 @@ def thor(
         "use_nesterov": nesterov,
         "clip": kind or False,
     }
-    return with_info(
+    told = with_info(
         optax.GradientTransformationExtraArgs(chain.init, lambda *a, **k: chain.update(*a, **k)),
         TransformInfo("thor", shown, chain, fates=lambda params: _fates(decays, params)),
     )
+    return with_plain(told, optax.sgd(learning_rate, momentum or None, nesterov))
 
 
 def _by_path(change: Callable[[str, Any], Any], updates: Any) -> Any:

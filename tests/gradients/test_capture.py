@@ -154,6 +154,15 @@ CASES = [
         },
     ),
     case(
+        "mapped_look_up",
+        lambda p, t: squares(
+            jax.vmap(lambda i: lax.dynamic_slice(p["table"], (i, 0), (1, 3))[0])(t)
+        ),
+        {"table": normal(7, 3)},
+        jnp.array([1, 5, 1]),
+        {"table": "embedding: A diagonal of 7, G 3 x 3"},
+    ),
+    case(
         "several_axes",
         lambda p, x: squares(
             jnp.einsum(
