@@ -32,10 +32,10 @@ from boostax.updates.scale_by_thor import ThorState
 
 
 class StepFunction:
-    """``(state, batch, extra, index) -> (state, metrics)``, traced by jit, scan or vmap.
+    """``(state, batch, extra, index, due) -> (state, metrics)``, traced by jit, scan or vmap.
 
     ``index`` is a static freeze index, or None: then the schedule is read from the state, and all
-    variants are compiled into one function.
+    variants are compiled into one function. ``due`` is the same for the layers' statistics.
 
     With ``settings.replicas`` it runs inside ``shard_map``: the batch is this device's part, and the
     leaves of the optimizer state that differ between devices are its own.
@@ -64,7 +64,12 @@ class StepFunction:
         self._loss_anywhere = self._prepared(loss, None)
 
     def __call__(
-        self, state: TrainState, batch: Any, extra: dict[str, Any], index: int | None
+        self,
+        state: TrainState,
+        batch: Any,
+        extra: dict[str, Any],
+        index: int | None,
+        due: bool | None = None,
     ) -> tuple[TrainState, dict[str, Any]]:
         settings = self.settings
         rng = self._rng(state)
@@ -76,7 +81,7 @@ class StepFunction:
         pools = isinstance(state.window, Window) or settings.replicas is not None
         if pools and settings.batch_norm_momentum is None:
             self._look_up_momenta(state, batch)
-        wanted = self._wanted(state)
+        wanted = self._wanted(state, due)
         loss, aux, grads, new_stats, factors = self._gradients(
             here, start, batch, rng, index, traced_index, wanted
         )
@@ -97,8 +102,10 @@ class StepFunction:
             "weight": own_weight if self.settings.own_gradients else weight,
         }
         given |= self._exchange(own_weight)
-        if wanted is not None:
+        if wanted is not None and due is not False:
             given["stats"] = factors
+        if due is not None:
+            given["boostax_due"] = due
         if finite is not None:
             given["finite"] = finite
         if settings.freezing is not None:
@@ -179,7 +186,7 @@ class StepFunction:
             given["boostax_devices"] = Devices(replicas.axes, weight)
         return given
 
-    def _wanted(self, state: TrainState) -> tuple[Any, Any] | None:
+    def _wanted(self, state: TrainState, due: bool | None) -> tuple[Any, Any] | None:
         """Say whether the layers' statistics are due, and of which layers they are not wanted."""
         if self.settings.layers is None:
             return None
@@ -188,7 +195,7 @@ class StepFunction:
             raise StateMismatchError(
                 "state has no ThorState, but this step's tx holds thor; make it with step.init"
             )
-        return thor.due, thor.rest
+        return thor.due if due is None else due, thor.rest
 
     def _agreed(self, finite: Any, weight: jax.Array) -> tuple[Any, jax.Array]:
         """Return the decision of all devices, and the weight of the whole batch."""
@@ -367,7 +374,8 @@ class StepFunction:
         def passes(*given: Any) -> Any:
             # The whole passes stand in the conditional: one inside the backward pass alone would
             # keep what the statistics need at every call.
-            return _compat.cond(due, lambda: both(*given), lambda: (*plain(*given), layers.zeros()))
+            zeros = {} if due is False else layers.zeros()
+            return _compat.cond(due, lambda: both(*given), lambda: (*plain(*given), zeros))
 
         return passes
 

@@ -27,6 +27,7 @@ class Settings:
     replicas: Replicas | None = None
     example_weights: str | None = None
     layers: Any = None
+    due_dispatch: str = "auto"
 
     @property
     def may_skip(self) -> bool:

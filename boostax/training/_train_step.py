@@ -11,6 +11,7 @@ from typing import Any
 import flax.core
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.core import Tracer
 
@@ -69,7 +70,8 @@ class TrainStep:
         self._made = MadeShapes(self.tx)
         # Whether the loss gives a weight, by the structure of the batch.
         self._weighted: dict[Any, bool] = {}
-        self._compiled: dict[int | None, Any] = {}
+        # By freeze index, and by whether statistics are due, where the host knows.
+        self._compiled: dict[tuple[int | None, bool | None], Any] = {}
         self._host_wanted = (
             settings.freezing is not None and dispatch == "host" and settings.fixed_windows
         )
@@ -179,7 +181,7 @@ class TrainStep:
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, batch, extra))):
             batch = self._filled(batch, state)
             batch = batch if self._mesh is None else self._mesh.resharded(batch)
-            return self._mapped(None)(state, batch, extra)
+            return self._mapped(None, None)(state, batch, extra)
         position = self._position(state)
         index = self.settings.freezing.index_at(position.windows) if self._on_host else None
         batch = self._filled(batch, state)
@@ -188,7 +190,8 @@ class TrainStep:
             state = state if known else self._mesh.placed_state(state, extra)
             batch, extra = self._mesh.placed(batch, extra)
         passed = self._without_idle_counter(state, batch)
-        new_state, metrics = self._jitted(index, passed)(passed, batch, extra)
+        due = self._due(state)
+        new_state, metrics = self._jitted(index, passed, due=due)(passed, batch, extra)
         if passed is not state:
             new_state = new_state.replace(skipped=state.skipped)
         self._last = weakref.ref(new_state), position.next(self.settings.window_every)
@@ -251,14 +254,24 @@ class TrainStep:
         return describe_step(self, state, batch, extra)
 
     def lower(
-        self, state: TrainState, batch: Any, *, index: int | None = None, **extra: Any
+        self,
+        state: TrainState,
+        batch: Any,
+        *,
+        index: int | None = None,
+        due: bool | None = None,
+        **extra: Any,
     ) -> Any:
-        """Lower one variant (``index``: a freeze index, or None for the one that switches inside)."""
+        """Lower one variant of the step.
+
+        ``index``: a freeze index; ``due``: whether statistics are computed; None for the variant that
+        decides inside.
+        """
         batch = self._filled(batch, state)
         if self._mesh is not None:
             batch, _ = self._mesh.placed(batch, {})
         passed = self._without_idle_counter(state, batch)
-        return self._jitted(index, passed).lower(passed, batch, extra)
+        return self._jitted(index, passed, due=due).lower(passed, batch, extra)
 
     def canonical(self) -> CanonicalLoss:
         """Return the loss as ``(params, model_state, batch, rng) -> (loss, LossAux)``."""
@@ -270,6 +283,15 @@ class TrainStep:
     def dispatches_on_host(self) -> bool:
         """Whether each freeze index has a compiled variant of its own, chosen on the host."""
         return self._on_host
+
+    @property
+    def looks_for_due(self) -> bool:
+        """Whether the host reads if statistics are due, and picks one of two compiled variants."""
+        dispatch = self.settings.due_dispatch
+        # A CPU runs convolutions inside a conditional several times slower, and has no queue of
+        # calls that a look would empty.
+        on_host = dispatch == "host" or (dispatch == "auto" and jax.default_backend() == "cpu")
+        return self.settings.layers is not None and on_host
 
     def with_settings(self, settings: Settings, tx: Any) -> TrainStep:
         """Return a step for the same loss and model with other settings and transformation."""
@@ -302,10 +324,16 @@ class TrainStep:
             model=self._nnx,
         )
 
-    def _jitted(self, index: int | None, state: TrainState) -> Any:
-        if index not in self._compiled:
-            self._compiled[index] = self._jit(self._mapped(index), state, results=2)
-        return self._compiled[index]
+    def _due(self, state: TrainState) -> bool | None:
+        if not self.looks_for_due:
+            return None
+        found: Any = find_state(state.opt_state, ThorState)  # _check_parts saw to it
+        return bool(np.asarray(found.due))
+
+    def _jitted(self, index: int | None, state: TrainState, *, due: bool | None = None) -> Any:
+        if (index, due) not in self._compiled:
+            self._compiled[index, due] = self._jit(self._mapped(index, due), state, results=2)
+        return self._compiled[index, due]
 
     def _jit(self, function: Callable[..., Any], state: TrainState, *, results: int) -> Any:
         donated = (0,) if self._donate else ()
@@ -313,9 +341,9 @@ class TrainStep:
             return jax.jit(function, donate_argnums=donated)
         return self._mesh.jit(function, state, donated, results=results)
 
-    def _mapped(self, index: int | None) -> Callable[..., Any]:
+    def _mapped(self, index: int | None, due: bool | None) -> Callable[..., Any]:
         """Return ``(state, batch, extra) -> (state, metrics)``, over the mesh if there is one."""
-        function = functools.partial(_call, self._function(), index)
+        function = functools.partial(_call, self._function(), index, due)
         return function if self._mesh is None else self._mesh.mapped(function)
 
     def _mapped_flush(self) -> Callable[..., Any]:
@@ -397,5 +425,7 @@ class TrainStep:
             )
 
 
-def _call(function: StepFunction, index: int | None, state: Any, batch: Any, extra: Any) -> Any:
-    return function(state, batch, extra, index)
+def _call(
+    function: StepFunction, index: int | None, due: bool | None, state: Any, batch: Any, extra: Any
+) -> Any:
+    return function(state, batch, extra, index, due)

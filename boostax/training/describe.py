@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -118,9 +119,10 @@ def describe_step(step: Any, state: Any, batch: Any, extra: Mapping[str, Any]) -
     if freezing is not None and not step.dispatches_on_host:
         indices = [None]
     variants = []
-    for index in indices:
+    for index, due in itertools.product(indices, (False, True) if step.looks_for_due else (None,)):
         name = "boosted" if index is None else f"freeze index {index}"
-        lowered = step.lower(abstract, batch, index=index, **extra)
+        name += ", statistics due" if due else ""
+        lowered = step.lower(abstract, batch, index=index, due=due, **extra)
         variants.append(compiled_cost(name, lowered.compile()))
     plain = plain_step(step)
     plain_state = abstract.replace(
@@ -133,7 +135,7 @@ def describe_step(step: Any, state: Any, batch: Any, extra: Mapping[str, Any]) -
             "the freeze schedule is switched inside the compiled step: FLOPs and bytes count all "
             "variants, each call runs one"
         )
-    if step.settings.layers is not None:
+    if step.settings.layers is not None and not step.looks_for_due:
         notes.append(
             "the layers' statistics and inverses are computed only when they are due: FLOPs and "
             "bytes count the passes with and without them"

@@ -35,6 +35,7 @@ def train_step(
     freezing: Any | None = None,
     freeze_dispatch: str = "host",
     layers: Any | None = None,
+    due_dispatch: str = "auto",
     skip_nonfinite: bool = False,
     learning_rate: float | Callable[[Any], Any] | None = None,
     wrt: Any = None,
@@ -73,6 +74,10 @@ def train_step(
         always ``"switch"``. Default ``"host"``.
       layers: the ``boostax.CapturedLayers`` that ``tx`` was built with, of this loss: their statistics
         are computed in the calls at which ``tx`` wants them. Default None: those found in ``tx``.
+      due_dispatch: ``"host"`` compiles the step with and without the layers' statistics, and reads
+        from the state which one to call; ``"cond"`` compiles both into one function. Inside a trace
+        it is always ``"cond"``. Default ``"auto"``: ``"host"`` on a CPU, which is slow at
+        convolutions inside a conditional, and ``"cond"`` elsewhere.
       skip_nonfinite: leave everything but ``attempt`` (and the freeze schedule) as it was when the
         loss or a trainable gradient is not finite. Default False.
       learning_rate: what ``tx`` uses, for the metric: a number or a schedule of ``updates``. Default
@@ -141,6 +146,8 @@ def train_step(
         )
     if freeze_dispatch not in ("host", "switch"):
         raise ValueError(f"freeze_dispatch must be 'host' or 'switch', got {freeze_dispatch!r}")
+    if due_dispatch not in ("auto", "host", "cond"):
+        raise ValueError(f"due_dispatch must be 'auto', 'host' or 'cond', got {due_dispatch!r}")
     for name, value in (
         ("has_aux", has_aux),
         ("skip_nonfinite", skip_nonfinite),
@@ -182,6 +189,7 @@ def train_step(
         replicas=replicas,
         example_weights=example_weights,
         layers=layers,
+        due_dispatch=due_dispatch,
     )
     return TrainStep(
         loss_fn,

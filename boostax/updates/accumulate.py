@@ -198,7 +198,10 @@ def accumulate(
         grads, treedef = jax.tree.flatten(updates)
         if boostax_flush and single:
             return jax.tree.map(zero_update, updates), state
-        averaged = {} if boostax_flush else averaged_values(templates, extra)
+        # Declared ones that are missing are not wanted by inner at this window, or it will say so.
+        missing = set() if boostax_flush else {name for name in declared if name not in extra}
+        asked = {name: t for name, t in templates.items() if name not in missing}
+        averaged = {} if boostax_flush else averaged_values(asked, extra)
         sums: list[Any] = [None] * len(grads) if single else treedef.flatten_up_to(state.grads)
         has_sum = [is_inexact(g) for g in grads]
         if not single:
@@ -288,7 +291,9 @@ def accumulate(
             for old, g, to in zip(sums, grads, new_dtypes, strict=True)
         ]
         new_extra = {
-            name: jax.tree.map(
+            name: old
+            if name in missing
+            else jax.tree.map(
                 lambda old, v: add(old, v, old.dtype, True), old, averaged.get(name, old)
             )
             for name, old in state.extra.items()
@@ -296,6 +301,7 @@ def accumulate(
 
         def close() -> Any:
             passed = dict(averaged if single else new_extra)
+            passed = {name: value for name, value in passed.items() if name not in missing}
             if axes:
                 common = {k: v for k, v in passed.items() if k not in declared}
                 passed |= Reduce(axes)(common, total_weight)

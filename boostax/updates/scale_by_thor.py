@@ -243,6 +243,7 @@ def build(settings: Settings) -> optax.GradientTransformationExtraArgs:
         stats: Mapping[str, Factors] | None = None,
         weight: Any = None,
         boostax_devices: Any = None,
+        boostax_due: bool | None = None,
         **extra_args: Any,
     ) -> tuple[Any, ThorState]:
         del params, extra_args
@@ -266,7 +267,9 @@ def build(settings: Settings) -> optax.GradientTransformationExtraArgs:
             return refresh(settings, state, live, given, own_weight, axes).replace(state)
 
         if live:
-            state = _compat.cond(state.due, refreshed, lambda: state)
+            # A step that knows is compiled without what it does not need.
+            due = state.due if boostax_due is None else boostax_due
+            state = _compat.cond(due, refreshed, lambda: state)
         moved: dict[str, Any] = dict(grads)
         for i in live:
             block = blocks[i]
