@@ -26,8 +26,9 @@ class Arm:
       level: ``"O0"``, ``"O1"`` or ``"O2"``. Default ``"O0"``.
       learning_rate: > 0, or None for the comparison's rate. Not beside an optimizer in the config,
         which has its own.
-      adapts: whether ``grad_freeze.param_groups`` is lowered where the model has fewer layers, with
-        a note; for arms that the user did not write. Default False.
+      adapts: whether ``grad_freeze.param_groups`` is lowered where the model has fewer layers, and
+        thor left out where its layers can't be captured, with a note; for arms that the user did not
+        write. Default False.
     """
 
     name: str
@@ -168,6 +169,9 @@ def build_arm(
         boost = AutoBoost(arm.level, copy.deepcopy(config))
     learning_rate: float | str = rate
     base = None
+    if named is None and "thor" in boost.enabled and boost.config.thor.kl:
+        config.setdefault("thor", {}).setdefault("learning_rate", rate)
+        boost = AutoBoost(arm.level, copy.deepcopy(config))
     if named is None:
         base = _injected(task, rate, updates)
     else:
@@ -188,7 +192,11 @@ def build_arm(
         if arm.adapts and order is not None:
             boost, config, told = _fewer_groups(arm, boost, config, model, order)
             notes += told
-        tx = boost.optimizer(base, model, order=order)
+        layers = None
+        if "thor" in boost.enabled:
+            layers, boost, config, told = _layers(arm, boost, config, task, model, model_state, batch)
+            notes += told
+        tx = boost.optimizer(base, model, order=order, layers=layers)
         own = bool(_info.exchanged_axes(tx)) and boost.config.adasum.axis_name is None
         step = boost.train_step(task.loss, tx, has_aux=task.has_aux, mesh=None if own else mesh)
         notes += _device_notes(boost, tx, step, batch, alone=mesh is None)
@@ -225,6 +233,41 @@ def _fewer_groups(
     if groups == 1:
         told.append("with one group nothing is ever frozen")
     return AutoBoost(arm.level, copy.deepcopy(config)), config, told
+
+
+def _layers(
+    arm: Arm,
+    boost: Any,
+    config: dict[str, Any],
+    task: Task,
+    model: Any,
+    model_state: Any,
+    batch: Any,
+) -> tuple[Any, Any, dict[str, Any], list[str]]:
+    """Capture the layers of the task's loss; return them, the boost, the config and notes."""
+    from boostax.auto import AutoBoost
+    from boostax.gradients.capture import capture_layers
+
+    section = boost.config.thor
+    try:
+        layers = capture_layers(
+            task.loss,
+            model,
+            batch,
+            model_state=model_state,
+            has_aux=task.has_aux,
+            block_size=section.block_size,
+            fisher=section.fisher,
+            mode=section.mode,
+            exclude=section.exclude,
+        )
+    except ValueError as error:
+        if not arm.adapts:
+            raise
+        config = {**config, "boost": {**config["boost"], "thor": False}}
+        boost = AutoBoost(arm.level, copy.deepcopy(config))
+        return None, boost, config, [f"thor is left out: {error}"]
+    return layers, boost, config, []
 
 
 def _device_notes(boost: Any, tx: Any, step: Any, batch: Any, *, alone: bool) -> list[str]:
