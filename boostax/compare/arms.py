@@ -194,9 +194,12 @@ def build_arm(
             notes += told
         layers = None
         if "thor" in boost.enabled:
-            layers, boost, config, told = _layers(arm, boost, config, task, model, model_state, batch)
+            layers, boost, config, told = _layers(
+                arm, boost, config, task, model, model_state, batch
+            )
             notes += told
         tx = boost.optimizer(base, model, order=order, layers=layers)
+        notes += [n for n in boost.describe(tx=tx).resolution.notes if n not in notes]
         own = bool(_info.exchanged_axes(tx)) and boost.config.adasum.axis_name is None
         step = boost.train_step(task.loss, tx, has_aux=task.has_aux, mesh=None if own else mesh)
         notes += _device_notes(boost, tx, step, batch, alone=mesh is None)

@@ -98,7 +98,7 @@ def digits_task() -> Task:
 
 
 def digits_arms() -> tuple[Arm, ...]:
-    """Return the four arms: plain, level O1, a window of two batches, centralization."""
+    """Return the five arms: plain, level O1, a window of two batches, centralization, THOR."""
     return (
         Arm("plain"),
         Arm("O1", {"grad_freeze": {"param_groups": 4, "full_fraction": 0.3}}, level="O1"),
@@ -110,16 +110,24 @@ def digits_arms() -> tuple[Arm, ...]:
             },
         ),
         Arm("centralization", {"boost": {"mode": "manual", "centralize": True}}),
+        Arm(
+            "thor",
+            {
+                "boost": {"mode": "manual", "thor": True},
+                "thor": {"damping": 0.1, "frequency": 50, "early": [0, 1, 3, 6, 20]},
+            },
+        ),
     )
 
 
 def default_arms() -> tuple[Arm, ...]:
     """Return the same arms for any model: no more groups than layers, odd weights left alone."""
-    plain, o1, accumulation, centralization = digits_arms()
+    plain, o1, accumulation, centralization, thor = digits_arms()
     skip = {"centralize": {"unreadable": "skip"}}
     return (
         plain,
         dataclasses.replace(o1, config={**o1.config, **skip}, adapts=True),
         dataclasses.replace(accumulation, adapts=True),
         dataclasses.replace(centralization, config={**centralization.config, **skip}, adapts=True),
+        dataclasses.replace(thor, adapts=True),
     )
