@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import itertools
 import pathlib
 
 import jax
@@ -92,7 +93,7 @@ def test_without_layers_thor_is_left_out_and_noted():
     task = Task(
         init=lambda key: {"scale": jax.numpy.ones(3)},
         loss=loss,
-        batches=lambda seed: iter(lambda: np.ones((4, 3), np.float32), None),
+        batches=lambda seed: itertools.repeat(np.ones((4, 3), np.float32)),
         evaluate=lambda params: {"loss": params["scale"].sum()},
         optimizer=lambda rate, steps: optax.sgd(rate),
         learning_rate=0.1,
