@@ -306,6 +306,45 @@ def test_optimizer_process():
     np.testing.assert_allclose(state.params["weight"], expected, rtol=1e-5)
 
 
+# --- nn.thor
+
+
+def test_nn_thor():
+    params, batch = example()
+    layers = boostax.capture_layers(mse, params, batch)
+    tx = boostax.thor(0.1, 0.01, momentum=0.9, weight_decay=1e-4, clip=False, layers=layers)
+    step = boostax.train_step(mse, tx)
+    state, _ = step(step.init(params), batch)
+    # Inputs of ones, derivatives of 2 * 16 / 160 = 0.2 for 16 examples: A is 16 x 16 ones, G is
+    # 16 * 16 * 0.04 = 10.24 times ones, and the gradient, 3.2 everywhere, an eigenvector of both.
+    pi = np.sqrt(1 / 10.24)
+    scaled = 3.2 / ((IN + 0.1 * pi) * (OUT * 10.24 + 0.1 / pi))
+    expected = np.full((IN, OUT), 1 - 0.1 * (scaled + 1e-4))
+    np.testing.assert_allclose(state.params["weight"], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("argument", "wrong", "error"),
+    [
+        ("learning_rate", "0.1", TypeError),
+        ("momentum", "0.9", TypeError),
+        ("momentum", -0.1, ValueError),
+        ("weight_decay", "0", TypeError),
+        ("weight_decay", -1, ValueError),
+        ("loss_scale", "1", TypeError),
+        ("loss_scale", 0.0, ValueError),
+        ("use_nesterov", 1, TypeError),
+        ("frequency", 2.0, TypeError),
+        ("frequency", 0, ValueError),
+    ],
+)
+def test_nn_thor_raises_what_it_documents(argument, wrong, error):
+    layers = boostax.capture_layers(mse, *example())
+    arguments = {"learning_rate": 0.1, "damping": 0.01, "layers": layers, argument: wrong}
+    with pytest.raises(error, match=argument):
+        boostax.thor(**arguments)
+
+
 # --- ParameterProcess
 
 

@@ -88,13 +88,13 @@ def test_the_digits_train_and_move_their_batch_statistics(digits):
 
 def test_without_layers_thor_is_left_out_and_noted():
     def loss(params, batch):
-        return ((params["scale"] * batch) ** 2).mean()
+        return ((params["scale"][None] * batch) ** 2).mean()
 
     task = Task(
         init=lambda key: {"scale": jax.numpy.ones(3)},
         loss=loss,
         batches=lambda seed: itertools.repeat(np.ones((4, 3), np.float32)),
-        evaluate=lambda params: {"loss": params["scale"].sum()},
+        evaluate=lambda params, model_state: {"loss": params["scale"].sum()},
         optimizer=lambda rate, steps: optax.sgd(rate),
         learning_rate=0.1,
         steps=2,
