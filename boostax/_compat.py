@@ -21,6 +21,7 @@ __all__ = [
     "initialize_in_cluster",
     "inner_jaxprs",
     "laid_out",
+    "laid_out_by_xla",
     "like",
     "only_consts",
     "only_jaxpr",
@@ -57,6 +58,14 @@ def explicit_spec(value: Any) -> Any | None:
 def laid_out(value: jax.Array, spec: Any) -> jax.Array:
     """Lay an array out over the Explicit mesh axes as ``spec`` says; None changes nothing."""
     return value if spec is None else jax.sharding.reshard(value, spec)
+
+
+def laid_out_by_xla(function: Callable[..., Any], *values: jax.Array) -> Any:
+    """Call a function of arrays that Explicit mesh axes split; its results are split by none."""
+    if all(explicit_spec(value) is None for value in values):
+        return function(*values)
+    replicated = jax.sharding.PartitionSpec()
+    return jax.sharding.auto_axes(function, out_sharding=replicated)(*values)
 
 
 def whole(value: jax.Array) -> jax.Array:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from boostax import _compat
 from boostax.gradients._blocks import Side
 from boostax.gradients._sites import Call, ConvCall, GatherCall
 
@@ -54,6 +55,9 @@ class Reading:
 
     def read(self, data: Any, cotangent: Any) -> tuple[jax.Array, ...]:
         """Return the results, float32."""
+        return _compat.laid_out_by_xla(self._read, data, cotangent)
+
+    def _read(self, data: Any, cotangent: Any) -> tuple[jax.Array, ...]:
         if self.what == "gradient":
             return (self._gradient(data, cotangent),)
         if self.what == "reference" and isinstance(self.call, ConvCall):

@@ -102,10 +102,9 @@ class StepFunction:
             "weight": own_weight if self.settings.own_gradients else weight,
         }
         given |= self._exchange(own_weight)
-        if wanted is not None and due is not False:
-            given["stats"] = factors
-        if due is not None:
-            given["boostax_due"] = due
+        if wanted is not None:
+            given |= {"stats": factors} if due is not False else {}
+            given["boostax_due"] = wanted[0]
         if finite is not None:
             given["finite"] = finite
         if settings.freezing is not None:

@@ -290,14 +290,17 @@ def accumulate(
             old if to is None else add(old, g, to, mean)
             for old, g, to in zip(sums, grads, new_dtypes, strict=True)
         ]
-        new_extra = {
-            name: old
-            if name in missing
-            else jax.tree.map(
-                lambda old, v: add(old, v, old.dtype, True), old, averaged.get(name, old)
-            )
-            for name, old in state.extra.items()
-        }
+
+        def gather(name: str, old: Any) -> Any:
+            if name in missing:
+                return old
+            new = averaged.get(name, old)
+            run = lambda: jax.tree.map(lambda o, v: add(o, v, o.dtype, True), old, new)
+            # What inner does not want at this window stays out of it.
+            due = extra.get("boostax_due", True) if name in declared else True
+            return _compat.cond(due, run, lambda: old)
+
+        new_extra = {name: gather(name, old) for name, old in state.extra.items()}
 
         def close() -> Any:
             passed = dict(averaged if single else new_extra)

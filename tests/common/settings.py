@@ -12,7 +12,7 @@ import optax
 import boostax
 from tests.common import programs
 from tests.common.harness import Row
-from tests.models import captured, plain
+from tests.models import captured, data, plain
 
 _NOT_A_TRANSFORMATION = {
     "chain": "it holds the user's chain and is not itself a transformation to put into one",
@@ -84,6 +84,14 @@ def _thor(learning_rate):
     return boostax.thor(
         learning_rate, 0.1, layers=layers, weight_decay=0.01, frequency=3, early=(0, 1), kl_clip=1e6
     )
+
+
+def _windows_of_thor():
+    """Windows of two, statistics due in every second one: both programs meet in a cycle of four."""
+    batch = jax.tree.map(lambda leaf: leaf[0], data.batches(1))
+    layers = boostax.capture_layers(plain.loss, plain.init(), batch)
+    thor = boostax.thor(0.05, 0.1, layers=layers, frequency=2, early=())
+    return boostax.accumulate(thor, 2)
 
 
 def _everything(learning_rate):
@@ -260,6 +268,15 @@ ROWS: tuple[Row, ...] = (
         does_not_apply=_NOT_A_TRANSFORMATION,
     ),
     Row(
+        name="train_step_thor",
+        covers=("train_step", "thor", "capture_layers", "accumulate"),
+        seam="all",
+        cycle=4,
+        variants=2,
+        program=programs.plain_step(_windows_of_thor),
+        does_not_apply=_NOT_A_TRANSFORMATION,
+    ),
+    Row(
         name="train_step_mesh_adasum",
         covers=("train_step", "adasum", "accumulate"),
         seam="all",
@@ -311,7 +328,6 @@ NOT_TECHNIQUES: dict[str, str] = {
     "BoostConfig": "the settings that AutoBoost is built from",
     "load_config": "reads the settings that AutoBoost is built from",
     "forward_order": "names layers for parameter_groups; changes nothing in training",
-    "capture_layers": "finds the layers that thor preconditions; changes nothing in training",
     "CapturedLayers": "what capture_layers found",
     "local_params": "reads the state of local_steps",
     "LocalStepsState": "the state of local_steps",
