@@ -48,9 +48,8 @@ def thor_part(config: BoostConfig, source: Source) -> Any:
     """Return ``scale_by_thor`` with the section's settings.
 
     Raises:
-      ConfigError: the layers are missing or are not those that the section asks for, or the KL clip
-        does not know the learning rate.
-      ValueError: the layers can't be captured, or an argument does not fit them.
+      ConfigError: the layers are missing, can't be captured or are not those that the section asks
+        for, a key does not fit them, or the KL clip does not know the learning rate.
     """
     section = config.thor
     rate = known_rate(config)
@@ -113,13 +112,16 @@ def _layers(config: BoostConfig, source: Source) -> CapturedLayers:
             f"batch); missing: {', '.join(missing)}"
         )
     assert source.loss_fn is not None
-    return capture_layers(
-        source.loss_fn,
-        source.model,
-        source.batch,
-        block_size=section.block_size,
-        fisher=section.fisher,
-        exclude=section.exclude,
-        mode=section.mode,
-        **source.options,
-    )
+    try:
+        return capture_layers(
+            source.loss_fn,
+            source.model,
+            source.batch,
+            block_size=section.block_size,
+            fisher=section.fisher,
+            exclude=section.exclude,
+            mode=section.mode,
+            **source.options,
+        )
+    except ValueError as error:
+        raise ConfigError(f"boost.thor: {error}") from error

@@ -252,7 +252,8 @@ class AutoBoost:
         """Compose the optimizer, build the train step and make its first state, in one call.
 
         The same as ``optimizer``, ``train_step`` and ``step.init`` one after the other, with the
-        layers' forward order read from the loss where freezing needs it.
+        layers' forward order read from the loss where freezing needs it, and its layers captured where
+        thor does.
 
         Args:
           loss_fn: the loss, by the contract of :func:`boostax.train_step`.

@@ -192,6 +192,10 @@ def test_what_is_missing_or_does_not_fit_is_said(params, batches):
         AutoBoost("O0", manual(thor={**SECTION, "split_indices": [7]})).optimizer(
             optax.sgd(0.1), params, layers=layers
         )
+    with pytest.raises(ConfigError, match=r"boost.thor: .*the pattern 'head' matches no leaf"):
+        AutoBoost("O0", manual(thor={**SECTION, "exclude": ["head"]})).optimizer(
+            optax.sgd(0.1), params, loss_fn=loss_fn, batch=batches[0]
+        )
     with pytest.raises(ValueError, match=r"thor is on, but tx holds no scale_by_thor"):
         boost.train_step(loss_fn, optax.sgd(0.1))
     # Without the clip no rate is asked for.
