@@ -13,7 +13,8 @@ import numpy as np
 
 from boostax._tree import PathPattern, check_matched, leaf_paths, matches
 from boostax.errors import did_you_mean
-from boostax.gradients.layers import CapturedLayers, make_plan
+from boostax.gradients._plan import make_plan
+from boostax.gradients.layers import CapturedLayers
 from boostax.training.contract import CanonicalLoss, canonical_loss, declared_keywords
 
 __all__ = ["capture_layers"]

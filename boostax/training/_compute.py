@@ -10,13 +10,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax import _compat
 from boostax.errors import StateMismatchError
-from boostax.gradients.layers import value_grad_and_factors
-from boostax.gradients.microbatch import microbatched
-from boostax.gradients.value_and_grad import trained_leaves, value_and_grad
+from boostax.gradients.value_and_grad import trained_leaves
 from boostax.parallel.reduce import Devices
 from boostax.training._arguments import accepted, declaring, merge_state
+from boostax.training._passes import Passes
 from boostax.training._replicas import Replicas
 from boostax.training._settings import Settings
 from boostax.training._step_metrics import step_metrics
@@ -62,6 +60,7 @@ class StepFunction:
         # The second can be traced outside of shard_map as well.
         self._loss = self._prepared(loss, settings.replicas)
         self._loss_anywhere = self._prepared(loss, None)
+        self._passes = Passes(settings, self._loss, momenta)
 
     def __call__(
         self,
@@ -306,7 +305,7 @@ class StepFunction:
         def variant(i: int | None) -> Callable[..., Any]:
             def run(params: Any, start: Any, batch: Any, rng: Any) -> Any:
                 trainable = None if i is None else freezing.trainable(i)
-                (loss, aux), grads, factors = self._passes(trainable, wanted)(
+                (loss, aux), grads, factors = self._passes.with_factors(trainable, wanted)(
                     params, start, batch, rng
                 )
                 stats = start if aux.model_state is None else aux.model_state
@@ -360,50 +359,15 @@ class StepFunction:
         momentum = self.settings.batch_norm_momentum
         return replicas.pooled_state(start, new, weight, self._momenta, momentum)
 
-    def _passes(self, trainable: Any, wanted: tuple[Any, Any] | None) -> Callable[..., Any]:
-        """Return what gives loss, gradients and, where they are due, the layers' statistics."""
-        plain = self._value_and_grad(trainable)
-        if wanted is None:
-            return lambda *given: (*plain(*given), {})
-        (due, rest), layers = wanted, self.settings.layers
-        watched = value_grad_and_factors(self._loss, layers, trainable=trainable)
-        of_part = lambda *given: watched(*given, rest)
-        both = of_part if self.settings.microbatch == 1 else self._microbatched(trainable, of_part)
-
-        def passes(*given: Any) -> Any:
-            # The whole passes stand in the conditional: one inside the backward pass alone would
-            # keep what the statistics need at every call.
-            zeros = {} if due is False else layers.zeros()
-            return _compat.cond(due, lambda: both(*given), lambda: (*plain(*given), zeros))
-
-        return passes
-
-    def _value_and_grad(self, trainable: Any) -> Callable[..., Any]:
-        if self.settings.microbatch == 1:
-            return value_and_grad(self._loss, trainable=trainable)
-        passes = self._microbatched(trainable)
-        return lambda *given: passes(*given)[:2]
-
-    def _microbatched(self, trainable: Any, of_part: Any = None) -> Callable[..., Any]:
-        return microbatched(
-            self._loss,
-            self.settings.microbatch,
-            trainable=trainable,
-            stats=self.settings.stats,
-            momentum=self.settings.batch_norm_momentum,
-            momenta=self._momenta,
-            of_part=of_part,
-        )
-
     def _value(self, params: Any, start: Any, batch: Any, rng: Any) -> jax.Array:
         nothing = jax.tree.map(lambda _: False, params)
-        (loss, aux), _ = self._value_and_grad(nothing)(params, start, batch, rng)
+        (loss, aux), _ = self._passes.value_and_grad(nothing)(params, start, batch, rng)
         if self.settings.replicas is None:
             return loss
         return self.settings.replicas.mean(loss, weight_of(aux, batch))
 
     def _all_gradients(self, params: Any, start: Any, batch: Any, rng: Any) -> Any:
-        (_, aux), grads = self._value_and_grad(None)(params, start, batch, rng)
+        (_, aux), grads = self._passes.value_and_grad(None)(params, start, batch, rng)
         if self.settings.replicas is None or self.settings.own_gradients:
             return grads
         return self.settings.replicas.mean(grads, weight_of(aux, batch))

@@ -11,8 +11,8 @@ from jax import lax
 import boostax
 from boostax import capture_layers
 from boostax.gradients._blocks import Block, Side
+from boostax.gradients._statistics import value_grad_and_factors
 from boostax.gradients._views import View
-from boostax.gradients.layers import value_grad_and_factors
 from boostax.training.contract import canonical_loss
 
 
