@@ -28,10 +28,11 @@ class CapturedLayers:
       blocks: the layers that get Kronecker factors, in the order of their first call.
       first_order: for every other leaf, by path, why it has none.
       paths: the paths of all leaves, in tree order.
-      shapes_by_path: the leaves' shapes.
+      leaf_shapes: the leaves' shapes, in tree order.
       block_size: the largest number of rows of a piece of a factor.
       fisher: ``"empirical"`` or ``"true"``.
       mode: ``"default"`` or ``"reference"``.
+      loss: what brings the captured loss and parameters into the form of the gradient seam.
     """
 
     blocks: tuple[Block, ...]
@@ -96,7 +97,8 @@ class CapturedLayers:
           params: the parameters, or the nnx model.
           batch: the batch.
           due: bool, or bool scalar array: whether the statistics are computed. A traced one compiles
-            both ways into one conditional. Default True.
+            both ways into one conditional, in which a CPU is slow at convolutions; a bool there
+            picks one of two compiled functions. Default True.
           model_state: linen's other collections, for a loss that declares ``model_state``.
           rng: a key, for a loss that declares ``rng``, and for ``fisher="true"``.
 
