@@ -13,6 +13,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from boostax import _compat
 from boostax.gradients._facts import Axes, Fact, Leaf, Made, Out, Spread, regrouped
 from boostax.gradients._sites import Call, conv_call, dense_call, gather_call
@@ -44,6 +46,7 @@ class Site:
       scans: where the scans over slices of the kernel are, outermost first.
       lengths: how many slices each has.
       repeats: how often it runs with the same kernel, in other scans.
+      eps: the machine epsilon of the coarsest of its dtypes.
       bias: the bias's number, and how its whole leaf becomes ``(groups, 1, outputs)``; or None.
       custom: the place of the function with a derivative of its own that it is the result of, and
         which of the results; or None.
@@ -56,6 +59,7 @@ class Site:
     scans: tuple[Place, ...]
     lengths: tuple[int, ...]
     repeats: int
+    eps: float
     bias: tuple[int, View] | None = None
     custom: tuple[Place, int] | None = None
 
@@ -137,11 +141,15 @@ class _Walk:
         """Return the fact of a value that is the operand in another layout, or None."""
         name, fact = eqn.primitive.name, facts[0] if facts else None
         if isinstance(fact, (Leaf, Out, Spread)) and name in SAME:
-            return fact
+            # An integer on the way has no derivative.
+            return fact if jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating) else None
         shape = tuple(eqn.outvars[0].aval.shape)
+        # A reshape can hold a transposition, as that of a mapped convolution does.
+        first = eqn.params.get("dimensions") if name == "reshape" else None
         if isinstance(fact, Leaf):
             if name in ("reshape", "squeeze", "expand_dims") and len(facts) == 1:
-                return fact.seen(fact.view.reshape(*shape))
+                view = fact.view if first is None else fact.view.transpose(tuple(first))
+                return fact.seen(view.reshape(*shape))
             if name == "transpose":
                 return fact.seen(fact.view.transpose(tuple(eqn.params["permutation"])))
             if name == "rev":
@@ -153,7 +161,8 @@ class _Walk:
         if isinstance(fact, Out):
             axes: Axes | None = None
             if name in ("reshape", "squeeze", "expand_dims") and len(facts) == 1:
-                axes = regrouped(fact.axes, shape)
+                order = range(len(fact.axes)) if first is None else first
+                axes = regrouped(tuple(fact.axes[axis] for axis in order), shape)
             elif name == "transpose":
                 axes = tuple(fact.axes[axis] for axis in eqn.params["permutation"])
             if axes is not None:
@@ -203,6 +212,7 @@ class _Walk:
             scans=over,
             lengths=leaf.lengths,
             repeats=math.prod(length for at, length in self.scans if at not in over),
+            eps=max(float(jnp.finfo(v.aval.dtype).eps) for v in (eqn.invars[kernel], *eqn.outvars)),
         )
         return Out(place, call.axes)
 
@@ -244,9 +254,17 @@ class _Walk:
                     self.use(_leaves(fact), "broadcast and scanned over")
                 slices.append(Made(data=True) if isinstance(fact, (Out, Spread)) else fact)
         self.scans.append((place, length))
-        self.run(body, [*fixed, *[Made(data=True)] * carried, *slices], place)
+        outs = self.run(body, [*fixed, *[Made(data=True)] * carried, *slices], place)
         self.scans.pop()
-        return [Made(data=True)] * len(eqn.outvars)
+        results: list[Fact] = []
+        for number, fact in enumerate(outs):
+            leaves = _leaves(fact)
+            if number < carried:
+                self.use(leaves, "carried through a scan")
+            for leaf in leaves:
+                self.made_by.setdefault(leaf, "given out by a scan")
+            results.append(Made(leaves, data=number < carried or not leaves))
+        return results
 
     def custom(self, eqn: Any, facts: list[Fact], place: Place) -> list[Fact]:
         """Look into a function with a derivative of its own.
@@ -270,8 +288,10 @@ class _Walk:
                 results.append(fact)
             else:
                 # A view of a leaf too: its derivative may be another one.
-                self.use(_leaves(fact), inside)
-                results.append(Made(data=True))
+                leaves = _leaves(fact)
+                for leaf in leaves:
+                    self.made_by.setdefault(leaf, inside)
+                results.append(Made(leaves, data=not leaves))
         for at in set(self.sites) - known - watched:
             site = self.sites.pop(at)
             self.use({site.leaf} | ({site.bias[0]} if site.bias else set()), inside)

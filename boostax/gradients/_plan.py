@@ -63,9 +63,11 @@ def make_plan(
     others = len(jax.tree.leaves((model_state, batch, rng)))
     found = find_layers(jaxpr, [*facts, *[Made(data=True)] * others])
     blocks, parts, first = assemble(found, paths, shapes, block_size=block_size, mode=mode)
-    for path in paths:
+    for path, leaf in zip(paths, leaves, strict=True):
         if exclude(path):
             first[path] = "excluded"
+        elif not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            first[path] = f"of dtype {jnp.result_type(leaf)}"
     return Plan(jaxpr, jax.tree.structure(shape), found, parts, blocks, first)
 
 

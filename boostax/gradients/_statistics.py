@@ -92,8 +92,8 @@ def gradient_errors(
     model_state: Any,
     batch: Any,
     rng: Any,
-) -> dict[str, float]:
-    """Return the error of ``sum a^T g`` against the gradient, by the kernel's path."""
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the error of ``sum a^T g`` against the gradient, and the dtype's, by the kernel's path."""
     plan = plan_of(layers, loss, params, model_state, batch, rng)
     leaves = jax.tree.leaves(params)
     others = jax.tree.leaves((model_state, batch, rng))
@@ -112,7 +112,7 @@ def gradient_errors(
     grads, read = both(leaves, watch.zeros())
     by_path = dict(zip(layers.paths, grads, strict=True))
     numbers = {path: i for i, path in enumerate(layers.paths)}
-    errors = {}
+    errors, eps = {}, {}
     for block in plan.blocks:
         if any(numbers[path] in plan.found.penalised for path in block.leaves):
             continue
@@ -128,7 +128,10 @@ def gradient_errors(
         errors[block.kernel] = float(
             jnp.where(norm == 0, difference, difference / jnp.where(norm == 0, 1, norm))
         )
-    return errors
+        eps[block.kernel] = max(
+            plan.found.sites[p.place].eps for p in plan.parts if p.layer == block.kernel
+        )
+    return errors, eps
 
 
 # Folded into the step's key, so that the drawn labels don't repeat the loss's own draws.

@@ -112,7 +112,7 @@ class Watch:
         body, consts = _compat.only_jaxpr(eqn), _compat.only_consts(eqn)
         if name in CUSTOM:
             return self._beside(eqn, given, at, emitted, active, inputs)
-        if name in INLINED:
+        if name in INLINED or (name in REMAT and inputs is not None):
             return self._run(body, consts, given, at, emitted, active, inputs)
         if name in REMAT:
 

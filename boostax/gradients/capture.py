@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -31,7 +32,7 @@ def capture_layers(
     wrt: Any = None,
     block_size: int = 1024,
     fisher: Literal["empirical", "true"] = "empirical",
-    exclude: Sequence[PathPattern] = (),
+    exclude: PathPattern | Sequence[PathPattern] = (),
     mode: Literal["default", "reference"] = "default",
 ) -> CapturedLayers:
     r"""Find the layers of a loss, for a second-order optimizer such as :func:`boostax.thor`.
@@ -111,8 +112,15 @@ def capture_layers(
             )
     if has_aux is not None and not isinstance(has_aux, bool):
         raise TypeError(f"capture_layers: has_aux must be a bool or None, got {has_aux!r}")
-    if isinstance(exclude, str) or callable(exclude):
+    if isinstance(exclude, (str, re.Pattern)) or callable(exclude):
         exclude = (exclude,)
+    if not isinstance(exclude, Sequence) or not all(
+        isinstance(p, (str, re.Pattern)) or callable(p) for p in exclude
+    ):
+        raise TypeError(
+            "capture_layers: exclude must be path patterns (text, a compiled regex, or a test of a "
+            f"path), got {exclude!r}"
+        )
     declared_keywords(loss_fn)
     if rng is None:
         rng = jax.random.key(0)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from boostax import _compat
 from boostax.gradients._blocks import Block, Factors
 from boostax.gradients._statistics import gradient_errors, value_grad_and_factors
+from boostax.gradients.value_and_grad import value_and_grad
 from boostax.training.contract import CanonicalLoss, LossAux
 
 __all__ = ["CapturedLayers"]
@@ -109,7 +110,7 @@ class CapturedLayers:
         state = model_state if state is None else state
         both = value_grad_and_factors(loss, self)
         plain = lambda: (
-            *jax.value_and_grad(lambda p: loss(p, state, batch, rng), has_aux=True)(values),
+            *value_and_grad(loss)(values, state, batch, rng),
             self.zeros(),
         )
         watched = lambda: both(values, state, batch, rng)
@@ -124,7 +125,7 @@ class CapturedLayers:
         *,
         model_state: Any = None,
         rng: Any = None,
-        rtol: float = 1e-5,
+        rtol: float | None = None,
     ) -> dict[str, float]:
         """Compare, for each layer, inputs times output derivatives with the loss's gradient.
 
@@ -136,7 +137,8 @@ class CapturedLayers:
           batch: the batch.
           model_state: as for :meth:`value_and_grad`.
           rng: as for :meth:`value_and_grad`.
-          rtol: largest allowed error, relative to the gradient's norm. Default 1e-5, for float32.
+          rtol: largest allowed error, relative to the gradient's norm. Default None: 1e-5, or 8 machine
+            epsilons of the layer's dtype where that is more, as in bfloat16.
 
         Returns:
           The relative error by the kernel's path.
@@ -146,13 +148,15 @@ class CapturedLayers:
         """
         loss, values, state = self.loss(params)
         state = model_state if state is None else state
-        errors = gradient_errors(loss, self, values, state, batch, rng)
-        wrong = {path: error for path, error in errors.items() if not error <= rtol}
+        errors, eps = gradient_errors(loss, self, values, state, batch, rng)
+        limits = {path: max(1e-5, 8 * eps[path]) if rtol is None else rtol for path in errors}
+        wrong = {path: error for path, error in errors.items() if not error <= limits[path]}
         if wrong:
+            allowed = max(limits[path] for path in wrong)
             raise ValueError(
                 f"capture_layers: for {wrong} the layer's inputs times its output derivatives are not "
-                f"the loss's gradient (relative error above {rtol}); leave these leaves to first order "
-                "with exclude="
+                f"the loss's gradient (allowed relative error {allowed:.1e}); leave these leaves to "
+                "first order with exclude="
             )
         return errors
 

@@ -99,6 +99,10 @@ def check_bool(caller: str, argument: str, value: Any) -> bool:
     return bool(value)
 
 
+# Update counts are int32.
+_INT32 = 2**31 - 1
+
+
 def check_frequency(caller: str, frequency: Any, mode: str) -> Any:
     low = 2 if mode == "reference" else 1
     allowed = f"an int >= {low}" + (' in mode="reference"' if low == 2 else "")
@@ -106,19 +110,22 @@ def check_frequency(caller: str, frequency: Any, mode: str) -> Any:
         return frequency
     if not whole_number(frequency):
         raise TypeError(f"{caller}: frequency must be {allowed}, got {frequency!r}")
-    if frequency < low:
-        raise ValueError(f"{caller}: frequency must be {allowed}, got {frequency}")
+    if not low <= frequency <= _INT32:
+        raise ValueError(f"{caller}: frequency must be {allowed}, and int32, got {frequency}")
     return int(frequency)
 
 
 def check_early(caller: str, early: Any) -> tuple[int, ...]:
-    allowed = "increasing ints >= 0, the update counts of the early refreshes, or ()"
+    allowed = "increasing ints >= 0 (int32), the update counts of the early refreshes, or ()"
     if not isinstance(early, Sequence) or isinstance(early, str):
         raise TypeError(f"{caller}: early must be {allowed}, got {early!r}")
     if not all(whole_number(count) for count in early):
         raise TypeError(f"{caller}: early must be {allowed}, got {early!r}")
     counts = tuple(int(count) for count in early)
-    if any(a >= b for a, b in zip((-1, *counts), counts, strict=False)):
+    if (
+        any(a >= b for a, b in zip((-1, *counts), counts, strict=False))
+        or max(counts, default=0) > _INT32
+    ):
         raise ValueError(f"{caller}: early must be {allowed}, got {early!r}")
     return counts
 

@@ -155,7 +155,8 @@ def thor(
     if kind == "tensor":
         # Behind the decay, as the reference does it.
         parts.append(_clip())
-    if not isinstance(momentum, float) or momentum > 0:
+    moves = not isinstance(momentum, float) or momentum > 0  # an injected one is traced
+    if moves:
         parts.append(optax.trace(momentum, nesterov))
     if chosen.rate:
         parts.append(_scale_by_rates(chosen.rates(learning_rate)))
@@ -173,7 +174,7 @@ def thor(
         optax.GradientTransformationExtraArgs(chain.init, lambda *a, **k: chain.update(*a, **k)),
         TransformInfo("thor", shown, chain, fates=lambda params: _fates(decays, params)),
     )
-    return with_plain(told, optax.sgd(learning_rate, momentum or None, nesterov))
+    return with_plain(told, optax.sgd(learning_rate, momentum if moves else None, nesterov))
 
 
 def _by_path(change: Callable[[str, Any], Any], updates: Any) -> Any:
