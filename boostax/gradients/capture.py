@@ -130,6 +130,12 @@ def capture_layers(
     if not jax.tree.leaves(values):
         raise ValueError("capture_layers: the parameters hold no arrays")
     paths = leaf_paths(values)
+    twice = sorted({path for path in paths if paths.count(path) > 1})
+    if twice:
+        raise ValueError(
+            f"capture_layers: several parameters have the path {', '.join(map(repr, twice))}; rename "
+            "them, since layers go by their path"
+        )
     for pattern in exclude:
         check_matched("capture_layers: exclude", pattern, paths)
     left_out = lambda path: any(matches(pattern, path) for pattern in exclude)

@@ -104,7 +104,9 @@ class CapturedLayers:
           rng: a key, for a loss that declares ``rng``, and for ``fisher="true"``.
 
         Returns:
-          ``((loss, LossAux), grads, stats)``; ``stats`` by the kernel's path, zeros where not due.
+          ``((loss, LossAux), grads, stats)``; ``stats`` by the kernel's path, zeros where not due. An
+          nnx model is not changed: its batch statistics and random counters after the pass are
+          ``aux.model_state``, for ``nnx.update(model, aux.model_state)``.
         """
         loss, values, state = self.loss(params)
         state = model_state if state is None else state

@@ -141,7 +141,7 @@ def scale_by_thor(
         than this between two refreshes after the early ones, the layer is left alone from then on:
         neither inverse nor statistics. Default None: never.
       loss_scale: what the loss was multiplied by, > 0: gradients are divided by it, G by its
-        square. Default 1.0. Not for what ``train_step(loss_scale=...)`` undoes itself.
+        square. Default 1.0. Not for a scale that is undone before this.
       split_indices: increasing indices of layers, the last of each bucket of statistics that
         devices exchange at a time. Default None: one bucket.
       layer_norms: path patterns of leaves that get the reference's rule for layer norms,

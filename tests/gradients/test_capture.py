@@ -414,6 +414,9 @@ def test_losses_that_it_can_not_use_are_told():
         capture_layers(lambda p, x: squares(x @ np.asarray(p["w"])), W, X)
     with pytest.raises(TypeError, match="linen module Dense"):
         capture_layers(plain, linen.Dense(3), X)
+    collide = {"a/b": {"w": normal(3, 2)}, "a": {"b/w": normal(3, 2)}}
+    with pytest.raises(ValueError, match="several parameters have the path 'a/b/w'"):
+        capture_layers(lambda p, x: squares(x @ p["a/b"]["w"] + x @ p["a"]["b/w"]), collide, X)
     with pytest.raises(ValueError, match="hold no arrays"):
         capture_layers(plain, {}, X)
 
