@@ -50,6 +50,7 @@ def assemble(
     *,
     block_size: int,
     mode: Literal["default", "reference"],
+    weighted: bool = False,
 ) -> tuple[tuple[Block, ...], tuple[Part, ...], dict[str, str]]:
     """Return the layers in the order of their first call, the calls' parts, and the other leaves.
 
@@ -59,6 +60,7 @@ def assemble(
       shapes: shape of each leaf.
       block_size: largest number of rows of a piece of a factor.
       mode: ``"reference"``: no column of ones, and pieces of 128.
+      weighted: whether rows without any derivative are left out of A.
     """
     of_leaf: dict[int, list[Site]] = collections.defaultdict(list)
     for place in sorted(found.sites):
@@ -93,6 +95,7 @@ def assemble(
                 site.call,
                 *(sides[::-1] if flip else sides),
                 what="factors" if mode == "default" else "reference",
+                weighted=weighted and mode == "default",
             )
             parts.append(Part(site.place, block.kernel, reading, bool(flip), site.rows))
     covered = {path for block in blocks for path in block.leaves}
@@ -209,7 +212,9 @@ def to_factors(
             ]
             if not own:
                 continue
-            rows = sum(part.rows for part in own)
+            rows: Any = sum(part.rows for part in own)
+            if own[0].reading.weighted:
+                rows = sum(read[part.place][2].reshape(block.groups) for part in own)
             shapes = [shape.shape for shape in block.shapes()]
             inputs, outputs = (
                 sum(read[part.place][side].reshape(shape) for part in own)
@@ -218,7 +223,7 @@ def to_factors(
             if mode == "reference":
                 inputs, outputs = _as_reference(block, inputs, outputs, rows)
             else:
-                inputs, outputs = inputs / rows, outputs * weight
+                inputs, outputs = _mean(inputs, rows), outputs * weight
             pairs.append((outputs, inputs) if flipped else (inputs, outputs))
         if not pairs:
             result[block.kernel] = jax.tree.map(
@@ -227,6 +232,12 @@ def to_factors(
         else:
             result[block.kernel] = Factors(*(pairs[0] if len(pairs) == 1 else _added(*pairs)))
     return result
+
+
+def _mean(sums: Any, rows: Any) -> jax.Array:
+    if isinstance(rows, int):
+        return sums / rows
+    return _by(1 / jnp.maximum(rows, 1), sums)
 
 
 def _as_reference(block: Block, inputs: Any, outputs: Any, rows: int) -> tuple[Any, Any]:

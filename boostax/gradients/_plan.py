@@ -62,7 +62,9 @@ def make_plan(
         facts.append(Leaf(i, View(shapes[i])) if known else Made())
     others = len(jax.tree.leaves((model_state, batch, rng)))
     found = find_layers(jaxpr, [*facts, *[Made(data=True)] * others])
-    blocks, parts, first = assemble(found, paths, shapes, block_size=block_size, mode=mode)
+    blocks, parts, first = assemble(
+        found, paths, shapes, block_size=block_size, mode=mode, weighted=shape[1].weight is not None
+    )
     for path, leaf in zip(paths, leaves, strict=True):
         if exclude(path):
             first[path] = "excluded"

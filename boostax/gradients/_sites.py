@@ -217,11 +217,19 @@ class GatherCall:
     kind: str = "embedding"
 
     def inputs(self, data: Any) -> jax.Array:
+        return self.counts(data, None)
+
+    def counts(self, data: Any, used: jax.Array | None) -> jax.Array:
+        """Return how often each row of the table is looked up, ``(1, inputs)``.
+
+        ``used`` ``(1, rows)`` tells which of the look-ups count; None: all.
+        """
         shape = [1] * len(self.table_shape)
         shape[self.axis] = self.table_shape[self.axis]
         # The transpose of a look-up counts, with the look-up's own rule for indices out of range.
         found, count = jax.vjp(lambda table: self._look_up(table, data), jnp.zeros(shape))
-        return count(jnp.ones_like(found))[0].reshape(1, -1).astype(jnp.float32)
+        ones = jnp.ones_like(found) if used is None else used.reshape(found.shape)
+        return count(ones.astype(found.dtype))[0].reshape(1, -1).astype(jnp.float32)
 
     def gradient(self, data: Any, cotangent: Any) -> jax.Array:
         """Return the table's gradient, ``(1, inputs, outputs)``."""

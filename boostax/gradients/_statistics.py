@@ -98,7 +98,8 @@ def gradient_errors(
     leaves = jax.tree.leaves(params)
     others = jax.tree.leaves((model_state, batch, rng))
     readings = {
-        part.place: dataclasses.replace(part.reading, what="gradient") for part in plan.parts
+        part.place: dataclasses.replace(part.reading, what="gradient", weighted=False)
+        for part in plan.parts
     }
     watch = Watch(plan.found.sites, readings)
 

@@ -34,12 +34,15 @@ class Reading:
       outputs: how those of its outputs' derivatives are kept.
       what: ``"factors"``: both sums over all rows. ``"gradient"``: inputs times derivatives, which is
         the kernel's gradient. ``"reference"``: the sums as the reference takes them.
+      weighted: whether rows of which no derivative is different from zero are left out of the
+        inputs' sum, as padding is that has weight 0 in the loss. The number of rows comes with it.
     """
 
     call: Call
     inputs: Side
     outputs: Side
     what: Literal["factors", "gradient", "reference"] = "factors"
+    weighted: bool = False
 
     @property
     def ones(self) -> bool:
@@ -51,7 +54,8 @@ class Reading:
         groups, inputs, outputs = self.call.matrix.out_shape
         if self.what == "gradient":
             return ((groups, inputs + self.ones, outputs),)
-        return self.inputs.shape(groups), self.outputs.shape(groups)
+        sums = self.inputs.shape(groups), self.outputs.shape(groups)
+        return (*sums, (groups,)) if self.weighted else sums
 
     def read(self, data: Any, cotangent: Any) -> tuple[jax.Array, ...]:
         """Return the results, float32."""
@@ -63,13 +67,15 @@ class Reading:
         if self.what == "reference" and isinstance(self.call, ConvCall):
             return self._reference_conv(self.call, data, cotangent)
         outputs = self.call.outputs(cotangent).astype(jnp.float32)
-        if self.call.kind == "embedding":
-            counts = self.call.inputs(data)
+        used = jnp.any(outputs != 0, axis=2) if self.weighted else None
+        if isinstance(self.call, GatherCall):
+            counts = self.call.counts(data, used)
             sums = counts if self.inputs.diagonal else _diagonal(counts, self.inputs)
         else:
             rows = self.call.inputs(data).astype(jnp.float32)
-            sums = _second_moments(rows, self.inputs, ones=self.ones)
-        return sums, _second_moments(outputs, self.outputs)
+            sums = _second_moments(rows, self.inputs, ones=self.ones, used=used)
+        sides = sums, _second_moments(outputs, self.outputs)
+        return sides if used is None else (*sides, jnp.sum(used, axis=1, dtype=jnp.float32))
 
     def _gradient(self, data: Any, cotangent: Any) -> jax.Array:
         if isinstance(self.call, GatherCall):
@@ -91,18 +97,26 @@ class Reading:
         )
 
 
-def _second_moments(rows: jax.Array, side: Side, *, ones: bool = False) -> jax.Array:
+def _second_moments(
+    rows: jax.Array, side: Side, *, ones: bool = False, used: jax.Array | None = None
+) -> jax.Array:
     """Return the sum over rows of their outer products with themselves, cut as ``side`` says."""
     groups, count, _ = rows.shape
+    if used is None:
+        number, one = jnp.full(groups, float(count)), jnp.ones((groups, count, 1), rows.dtype)
+    else:
+        rows = jnp.where(used[:, :, None], rows, 0)
+        one = used[:, :, None].astype(rows.dtype)
+        number = jnp.sum(one, axis=(1, 2))
     if side.diagonal:
         squares = jnp.sum(jnp.square(rows), axis=1)
-        return jnp.pad(squares, ((0, 0), (0, int(ones))), constant_values=float(count))
+        return jnp.concatenate([squares, number[:, None]], axis=1) if ones else squares
     if side.pieces == 1:
         products = jnp.einsum("gri,grj->gij", rows, rows, precision="highest")
         if ones:
             # Put around the products, the column of ones needs no copy of the rows.
             sums = jnp.sum(rows, axis=1)[:, None, :]
-            last = jnp.full((groups, 1, 1), float(count), jnp.float32)
+            last = number[:, None, None]
             products = jnp.concatenate(
                 [
                     jnp.concatenate([products, jnp.swapaxes(sums, 1, 2)], axis=2),
@@ -112,7 +126,7 @@ def _second_moments(rows: jax.Array, side: Side, *, ones: bool = False) -> jax.A
             )
         return products[:, None]
     if ones:
-        rows = jnp.concatenate([rows, jnp.ones((groups, count, 1), rows.dtype)], axis=2)
+        rows = jnp.concatenate([rows, one], axis=2)
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, side.padded - rows.shape[2])))
     cut = rows.reshape(groups, count, side.pieces, side.piece)
     return jnp.einsum("grpi,grpj->gpij", cut, cut, precision="highest")

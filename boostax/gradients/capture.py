@@ -47,8 +47,9 @@ def capture_layers(
         G = N \sum_{\text{rows}} g\,g^\top,
 
     with :math:`R` rows (examples, positions and calls) and the loss's weight :math:`N`, so that
-    :math:`A \otimes G` approximates the Fisher matrix of the kernel. ``train_step`` reads them in
-    the backward pass, when the optimizer says that they are due.
+    :math:`A \otimes G` approximates the Fisher matrix of the kernel. Where the loss returns a
+    ``LossAux.weight``, rows without any derivative, such as padding, are not among them.
+    ``train_step`` reads them in the backward pass, when the optimizer says that they are due.
 
     Args:
       loss_fn: the loss, as for :func:`boostax.train_step`.

@@ -138,20 +138,26 @@ def test_pieces_are_the_diagonal_blocks_of_the_whole():
             assert not np.any(piece[stop - n * size :])
 
 
-def test_weights_are_the_loss_s_own():
-    """A padded example of weight 0 in the loss leaves G as it is."""
-    params = {"w": normal(3, 2)}
+@pytest.mark.parametrize("block_size", [100, 2])
+def test_weights_are_the_loss_s_own(block_size):
+    """A padded example of weight 0 in the loss leaves the factors as they are."""
+    params = {"w": normal(3, 2), "b": normal(2), "table": normal(5, 3)}
 
     def loss(p, batch):
-        each = jnp.sum(jnp.tanh(batch["x"] @ p["w"]) ** 2, axis=1)
+        inputs = batch["x"] * p["table"][batch["t"]]
+        each = jnp.sum(jnp.tanh(inputs @ p["w"] + p["b"]) ** 2, axis=1)
         total = jnp.sum(batch["m"])
         return jnp.sum(each * batch["m"]) / total, boostax.LossAux(weight=total)
 
     x = normal(4, 3, seed=1)
-    all_three = {"x": x[:3], "m": jnp.ones(3)}
-    padded = {"x": x, "m": jnp.array([1.0, 1.0, 1.0, 0.0])}
-    one, two = (statistics(loss, params, batch)["w"].outputs for batch in (all_three, padded))
-    np.testing.assert_allclose(one, two, rtol=1e-5)
+    t = jnp.array([0, 2, 2, 4])
+    all_three = {"x": x[:3], "t": t[:3], "m": jnp.ones(3)}
+    padded = {"x": x, "t": t, "m": jnp.array([1.0, 1.0, 1.0, 0.0])}
+    one, two = (
+        statistics(loss, params, batch, block_size=block_size) for batch in (all_three, padded)
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), one, two)
+    np.testing.assert_allclose(one["table"].inputs, [[1 / 3, 0, 2 / 3, 0, 0]], rtol=1e-6)
 
 
 def test_the_tied_pair_keeps_the_trace_of_the_sum():
