@@ -1,0 +1,321 @@
+"""What a step with THOR costs, and how large the blocks of its factors should be.
+
+    OPENBLAS_NUM_THREADS=1 python benchmarks/thor.py [--part cost|blocks|loss] [--quick]
+        [--repeats 7] [--out results.json]
+
+Three parts, all of them if none is named; the base is always the train step with SGD and momentum.
+
+- ``cost``: a step between two refreshes ("without statistics"), a step that refreshes ("frequency
+  1": statistics, inverses and all), the averages at frequency 10 and 100, and the gradient part alone
+  with its statistics, on an MLP and on a small convolutional network. Time as ratios of CPU time,
+  interleaved; FLOPs, bytes and temp memory of the compiled functions.
+- ``blocks``: time of a refresh (statistics given) by block size, for a layer of 2048 x 2048 and one of
+  4096 x 1024.
+- ``loss``: training loss of a wide MLP on scikit-learn's digits after the same steps, by block size,
+  and the CPU time that took.
+
+Prints Markdown. Set OPENBLAS_NUM_THREADS=1: with threads of its own LAPACK stalls inside XLA's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+sys.path.insert(1, str(pathlib.Path(__file__).resolve().parents[1]))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from _measure import compiled_cost, environment, interleaved, ratios, write_results
+from _tables import table
+from _thor_runs import schedule_to
+from jax import lax
+
+import boostax
+from boostax.errors import require
+
+RATE, DAMPING = 0.05, 0.1
+BLOCKS = (128, 256, 512, 1024, 4097)
+NEVER = 10**6
+CYCLE = 100  # steps of a round: whole periods of both frequencies
+
+
+class Case(NamedTuple):
+    """A model to time.
+
+    Attributes:
+      loss: ``loss(params, batch)``.
+      params: initial parameters.
+      batch: one batch.
+    """
+
+    loss: Callable[..., Any]
+    params: Any
+    batch: Any
+
+
+def dense(key: jax.Array, inputs: int, outputs: int) -> dict[str, jax.Array]:
+    kernel = jax.random.normal(key, (inputs, outputs)) * (2 / inputs) ** 0.5
+    return {"kernel": kernel, "bias": jnp.zeros(outputs)}
+
+
+def mlp_loss(params: Any, batch: Any) -> jax.Array:
+    x = batch["x"]
+    for layer in params[:-1]:
+        x = jax.nn.relu(x @ layer["kernel"] + layer["bias"])
+    logits = x @ params[-1]["kernel"] + params[-1]["bias"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+
+
+def mlp(*widths: int, size: int = 128) -> Case:
+    """Return an MLP on random data."""
+    keys = jax.random.split(jax.random.key(0), len(widths) + 1)
+    pairs = zip(keys, widths[:-1], widths[1:], strict=False)
+    params = [dense(key, m, n) for key, m, n in pairs]
+    x = jax.random.normal(keys[-2], (size, widths[0]))
+    y = jax.random.randint(keys[-1], (size,), 0, widths[-1])
+    return Case(mlp_loss, params, {"x": x, "y": y})
+
+
+def cnn_loss(params: Any, batch: Any) -> jax.Array:
+    x = batch["x"]
+    for kernel in params["convolutions"]:
+        numbers = ("NHWC", "HWIO", "NHWC")
+        x = jax.nn.relu(
+            lax.conv_general_dilated(x, kernel, (2, 2), "SAME", dimension_numbers=numbers)
+        )
+    return mlp_loss([params["head"]], {"x": x.reshape(x.shape[0], -1), "y": batch["y"]})
+
+
+def cnn(size: int = 64) -> Case:
+    """Return three 3x3 convolutions with stride 2 and a dense layer, on random 28x28 images."""
+    keys = jax.random.split(jax.random.key(0), 6)
+    widths = (1, 16, 32, 64)
+    pairs = zip(keys, widths[:-1], widths[1:], strict=False)
+    kernels = [jax.random.normal(k, (3, 3, m, n)) * (2 / (9 * m)) ** 0.5 for k, m, n in pairs]
+    params = {"convolutions": kernels, "head": dense(keys[3], 4 * 4 * 64, 10)}
+    x = jax.random.normal(keys[4], (size, 28, 28, 1))
+    return Case(cnn_loss, params, {"x": x, "y": jax.random.randint(keys[5], (size,), 0, 10)})
+
+
+def thor(case: Case, frequency: int, block_size: int | None = None) -> tuple[Any, Any]:
+    """Return the optimizer and its layers."""
+    sized = {} if block_size is None else {"block_size": block_size}
+    layers = boostax.capture_layers(case.loss, case.params, case.batch, **sized)
+    tx = boostax.thor(RATE, DAMPING, momentum=0.9, layers=layers, frequency=frequency)
+    return tx, layers
+
+
+class Stepper:
+    """A train step that keeps its own state."""
+
+    def __init__(self, case: Case, tx: Any, first: int = 0):
+        self.step = boostax.train_step(case.loss, tx, metrics=("loss",))
+        self.state, self.batch = self.step.init(case.params), case.batch
+        for _ in range(first):
+            self()
+
+    def __call__(self) -> Any:
+        self.state, metrics = self.step(self.state, self.batch)
+        return metrics
+
+    def cost(self) -> dict[str, float]:
+        return compiled_cost(self.step._jitted(None, self.state), self.state, self.batch, {})
+
+
+def cost(name: str, case: Case, repeats: int, number: int) -> tuple[str, dict[str, Any]]:
+    """Return the table of one model, and what it was made of."""
+    sgd = optax.sgd(RATE, momentum=0.9)
+    # The early refreshes come at steps 0, 1, 3 and 6; ten steps leave them behind.
+    steppers = {
+        "SGD with momentum": Stepper(case, sgd),
+        "without statistics": Stepper(case, thor(case, NEVER)[0], first=10),
+        "frequency 1": Stepper(case, thor(case, 1)[0], first=10),
+        "frequency 10": Stepper(case, thor(case, 10)[0], first=10),
+        "frequency 100": Stepper(case, thor(case, 100)[0], first=10),
+    }
+    _, layers = thor(case, 10)
+    gradient = jax.jit(functools.partial(layers.value_and_grad, case.params, case.batch))
+    plain = jax.jit(functools.partial(jax.value_and_grad(case.loss), case.params, case.batch))
+    # The gradient and SGD's update, and nothing of THOR's own update: what statistics alone add.
+    parts = {
+        "gradient, plain": plain,
+        "gradient, not due": functools.partial(gradient, due=jnp.asarray(False)),
+        "gradient, due": functools.partial(gradient, due=jnp.asarray(True)),
+    }
+    everything: dict[str, Callable[[], Any]] = {**steppers, **parts}
+    results = interleaved(everything, repeats=repeats, warmup=1, number=number)
+    costs = {label: stepper.cost() for label, stepper in steppers.items()}
+    costs["gradient, plain"] = compiled_cost(plain)
+    costs["gradient, due"] = compiled_cost(gradient, due=jnp.asarray(True))
+    rows = []
+    for label, found in results.items():
+        base = "gradient, plain" if label.startswith("gradient") else "SGD with momentum"
+        cpu, wall = (ratios(results, label, base, clock) for clock in ("cpu", "wall"))
+        compiled = costs.get(label)
+        cells = ["", "", ""]
+        if compiled is not None:
+            cells = [
+                f"{compiled['flops'] / 1e6:.1f}",
+                f"{compiled['bytes'] / 1e6:.1f}",
+                f"{compiled['temp_bytes'] / 1e6:.1f}",
+            ]
+        rows.append(
+            [
+                label,
+                f"{1e3 * statistics.median(found['cpu']):.2f}",
+                f"{statistics.median(cpu):.2f} [{min(cpu):.2f}, {max(cpu):.2f}]",
+                f"{statistics.median(wall):.2f}",
+                *cells,
+            ]
+        )
+    # Statistics alone, as part of a whole step of SGD.
+    due, bare = (statistics.median(results[f"gradient, {k}"]["cpu"]) for k in ("due", "plain"))
+    step = statistics.median(results["SGD with momentum"]["cpu"])
+    head = ["", "CPU, ms", "ratio [min, max]", "wall", "MFLOP", "MB accessed", "temp MB"]
+    words = (
+        f"Statistics without inverses add {1e3 * (due - bare):.2f} ms to a step of "
+        f"{1e3 * step:.2f} ms: {1 + (due - bare) / step:.2f} times the plain step."
+    )
+    text = (
+        f"{name}: {repeats} interleaved rounds of {number} steps.\n\n{table(head, rows)}\n\n{words}"
+    )
+    return text, {"times": results, "compiled": costs}
+
+
+def refresh_table(repeats: int) -> tuple[str, dict[str, Any]]:
+    """Return the time of a refresh by block size."""
+    rows, kept = [], {}
+    for inputs, outputs in ((2048, 2048), (4096, 1024)):
+        candidates: dict[str, Callable[[], Any]] = {}
+        case = mlp(inputs, outputs, size=16)
+        for block_size in BLOCKS:
+            tx, layers = thor(case, 1, block_size)
+            plain = thor(case, NEVER, block_size)[0]
+            grads = jax.tree.map(jnp.ones_like, case.params)
+
+            def stats_of(shape: Any) -> jax.Array:
+                wave = jnp.cos(jnp.arange(shape.shape[-1], dtype=jnp.float32))
+                return jnp.broadcast_to(
+                    jnp.eye(shape.shape[-1]) + jnp.outer(wave, wave), shape.shape
+                )
+
+            stats = jax.tree.map(stats_of, layers.shapes())
+            for label, made in (("refresh", tx), ("between", plain)):
+                update = jax.jit(made.update)
+                state = made.init(case.params)
+                for _ in range(10):
+                    _, state = update(grads, state, case.params, stats=stats)
+                call = functools.partial(update, grads, state, case.params, stats=stats)
+                candidates[f"{label} {block_size}"] = call
+        results = interleaved(candidates, repeats=repeats, warmup=1)
+        kept[f"{inputs} x {outputs}"] = results
+        cells = []
+        for block_size in BLOCKS:
+            with_it, without = (
+                statistics.median(results[f"{label} {block_size}"]["cpu"])
+                for label in ("refresh", "between")
+            )
+            cells.append(f"{1e3 * with_it:.0f} / {1e3 * without:.0f}")
+        rows.append([f"{inputs} x {outputs}", *cells])
+    head = ["layer", *(str(b) if b < 4097 else "whole" for b in BLOCKS)]
+    return table(head, rows), kept
+
+
+def wide_table(steps: int, seeds: int, rates: tuple[float, ...]) -> tuple[str, dict[str, Any]]:
+    """Return training loss and CPU time of a wide MLP by block size."""
+    images, labels = require("sklearn.datasets", "demo").load_digits(return_X_y=True)
+    x = jnp.asarray(images.astype(np.float32) / 16 - 0.5)
+    y = jnp.asarray(labels.astype(np.int32))
+    widths = (64, 2048, 1024, 10)
+    example = {"x": x[:128], "y": y[:128]}
+    case = Case(mlp_loss, mlp(*widths).params, example)
+    rows, kept = [], {}
+    for block_size in (*BLOCKS[:-1], 2049):
+        _, layers = thor(case, 10, block_size)
+
+        @jax.jit
+        def run(params: Any, order: Any, rate: Any, layers: Any = layers) -> Any:
+            schedule = schedule_to(steps, rate)
+            tx = boostax.thor(schedule, DAMPING, momentum=0.9, layers=layers, frequency=10)
+
+            def step(i: jax.Array, carry: Any) -> Any:
+                params, state = carry
+                batch = {"x": x[order[i]], "y": y[order[i]]}
+                due = optax.tree.get(state, "due")
+                _, grads, stats = layers.value_and_grad(params, batch, due=due)
+                updates, state = tx.update(grads, state, params, stats=stats)
+                return optax.apply_updates(params, updates), state
+
+            params, _ = lax.fori_loop(0, steps, step, (params, tx.init(params)))
+            return mlp_loss(params, {"x": x, "y": y})
+
+        found: dict[float, list[float]] = {rate: [] for rate in rates}
+        spent = []
+        for rate in rates:
+            for seed in range(seeds):
+                draw = np.random.default_rng(seed)
+                orders = [draw.permutation(len(x)) for _ in range(-(-steps * 128 // len(x)))]
+                order = jnp.asarray(np.concatenate(orders)[: steps * 128].reshape(steps, 128))
+                keys = jax.random.split(jax.random.key(seed), 3)
+                params = [dense(*a) for a in zip(keys, widths[:-1], widths[1:], strict=True)]
+                begin = time.process_time()
+                found[rate].append(float(run(params, order, jnp.float32(rate))))
+                spent.append(time.process_time() - begin)
+        best = min(rates, key=lambda rate: statistics.mean(found[rate]))
+        kept[block_size] = {"loss": found, "cpu_seconds": spent}
+        name = str(block_size) if block_size < 2049 else "whole"
+        cells = [f"{statistics.mean(found[rate]):.2e}" for rate in rates]
+        # The first call compiled.
+        rows.append([name, *cells, f"{best:g}", f"{statistics.median(spent[1:]):.1f}"])
+        print(rows[-1], file=sys.stderr, flush=True)
+    head = [
+        "block size",
+        *(f"loss at {rate:g}" for rate in rates),
+        "best rate",
+        "CPU seconds of a run",
+    ]
+    return table(head, rows), kept
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--part", choices=("cost", "blocks", "loss"), help="one part alone")
+    parser.add_argument("--repeats", type=int, default=7, help="rounds that count")
+    parser.add_argument("--quick", action="store_true", help="see that it runs")
+    parser.add_argument("--out", help="write the results to this JSON file")
+    arguments = parser.parse_args()
+    quick, repeats = arguments.quick, 1 if arguments.quick else arguments.repeats
+    kept: dict[str, Any] = {}
+    if arguments.part in (None, "cost"):
+        cases = {"MLP 784-512-256-10, batch 128": mlp(784, 512, 256, 10), "CNN, batch 64": cnn()}
+        for name, case in cases.items():
+            text, kept[name] = cost(name, case, repeats, 10 if quick else CYCLE)
+            print(f"{text}\n", flush=True)
+    if arguments.part in (None, "blocks"):
+        text, kept["blocks"] = refresh_table(min(repeats, 5))
+        print(
+            f"CPU ms of an update that refreshes / that does not, by block size.\n\n{text}\n",
+            flush=True,
+        )
+    if arguments.part in (None, "loss"):
+        steps, seeds, rates = (10, 1, (0.1,)) if quick else (60, 2, (0.03, 0.1, 0.3))
+        text, kept["loss"] = wide_table(steps, seeds, rates)
+        print(f"MLP 64-2048-1024-10 on digits, {steps} steps of 128.\n\n{text}\n", flush=True)
+    where = environment()
+    print(f"{where['cpu_count']} CPU cores, JAX {where['jax']}")
+    if arguments.out is not None:
+        write_results(arguments.out, kept)
+
+
+if __name__ == "__main__":
+    main()
