@@ -72,7 +72,7 @@ class Net(NamedTuple):
         """Return the mean cross-entropy, and the distribution that it is made of."""
         logits = self.logits(params, batch["x"])
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
-        return losses.mean(), logits
+        return losses.mean(), boostax.Categorical(logits)
 
 
 NETS = {"MLP": Net(MLP(), 0.62), "CNN": Net(CNN(), 0.85), "CNN, Conv": Net(TrueCNN(), 0.85)}
@@ -157,7 +157,7 @@ MOMENTUM = Range(0.02, 0.3)  # one minus it
 SECOND = {"rate": Range(0.01, 1.0), "damping": Range(1e-3, 1.0)}
 ARMS = {
     "SGD": Arm({"rate": Range(0.03, 2.0), "one_minus_momentum": MOMENTUM}, sgd),
-    "AdamW": Arm({"rate": Range(1e-3, 0.06), "one_minus_momentum": MOMENTUM}, adamw),
+    "AdamW": Arm({"rate": Range(2e-3, 0.25), "one_minus_momentum": MOMENTUM}, adamw),
     "Muon": Arm({"rate": Range(4e-3, 0.25), "one_minus_momentum": MOMENTUM}, muon),
     "THOR, empirical": Arm(SECOND, thor("empirical")),
     "THOR, true": Arm(SECOND, thor("true")),
