@@ -101,7 +101,7 @@ class Ours:
         self, loss: Any, tx: Any, params: Any, batch: Any, has_aux: bool
     ) -> Callable[[], Any]:
         step = self.boostax.train_step(loss, tx, metrics=("loss",), has_aux=has_aux)
-        state = step.init(params)
+        state = step.init(params, rng=jax.random.key(0) if has_aux else None)
 
         def call() -> Any:
             nonlocal state

@@ -129,7 +129,7 @@ def muon(net: Any, batch: Any, hyper: Any, schedule: Any) -> tuple[Any, Any]:
 
 def thor(fisher: str, **options: Any) -> Callable[..., tuple[Any, Any]]:
     """Return the maker of a THOR arm; options go to ``boostax.thor``."""
-    options = {"frequency": 10, **options}
+    options = {"frequency": 25, **options}
 
     def make(net: Any, batch: Any, hyper: Any, schedule: Any) -> tuple[Any, Any]:
         params = jax.eval_shape(net.init, 0)
@@ -154,7 +154,7 @@ def loss_of(net: Any, fisher: str) -> Any:
 
 
 MOMENTUM = Range(0.02, 0.3)  # one minus it
-SECOND = {"rate": Range(0.01, 1.0), "damping": Range(1e-3, 1.0)}
+SECOND = {"rate": Range(0.01, 1.0), "damping": Range(1e-3, 0.1)}
 ARMS = {
     "SGD": Arm({"rate": Range(0.03, 2.0), "one_minus_momentum": MOMENTUM}, sgd),
     "AdamW": Arm({"rate": Range(2e-3, 0.25), "one_minus_momentum": MOMENTUM}, adamw),

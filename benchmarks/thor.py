@@ -1,14 +1,15 @@
 """What a step with THOR costs, and how large the blocks of its factors should be.
 
-    OPENBLAS_NUM_THREADS=1 python benchmarks/thor.py [--part cost|blocks|loss] [--quick]
-        [--repeats 7] [--out results.json]
+    OPENBLAS_NUM_THREADS=1 python benchmarks/thor.py [--part mlp batch cnn blocks loss]
+        [--quick] [--repeats 7] [--out results.json]
 
-Three parts, all of them if none is named; the base is always the train step with SGD and momentum.
+All parts if none is named; the base is always the train step with SGD and momentum.
 
-- ``cost``: a step between two refreshes ("without statistics"), a step that refreshes ("frequency
+- ``mlp``, ``batch``, ``cnn``: a step between two refreshes ("without statistics"), a step that refreshes ("frequency
   1": statistics, inverses and all), the averages at frequency 10 and 100, and the gradient part alone
-  with its statistics, on an MLP and on a small convolutional network. Time as ratios of CPU time,
-  interleaved; FLOPs, bytes and temp memory of the compiled functions.
+  with its statistics, on an MLP with batches of 128 and of 1024 and on a small convolutional network.
+  Time as ratios of CPU time, interleaved; FLOPs, bytes and temp memory of the compiled functions (XLA
+  counts both branches of a ``cond``).
 - ``blocks``: time of a refresh (statistics given) by block size, for a layer of 2048 x 2048 and one of
   4096 x 1024.
 - ``loss``: training loss of a wide MLP on scikit-learn's digits after the same steps, by block size,
@@ -46,6 +47,7 @@ from boostax.errors import require
 RATE, DAMPING = 0.05, 0.1
 BLOCKS = (128, 256, 512, 1024, 4097)
 NEVER = 10**6
+PARTS = ("mlp", "batch", "cnn", "blocks", "loss")
 CYCLE = 100  # steps of a round: whole periods of both frequencies
 
 
@@ -134,62 +136,76 @@ class Stepper:
 
 def cost(name: str, case: Case, repeats: int, number: int) -> tuple[str, dict[str, Any]]:
     """Return the table of one model, and what it was made of."""
-    sgd = optax.sgd(RATE, momentum=0.9)
+    _, layers = thor(case, 10)
+    gradient = jax.jit(layers.value_and_grad)
+    plain = jax.jit(jax.value_and_grad(case.loss))
+    given = (case.params, case.batch)
+    yes, no = jnp.asarray(True), jnp.asarray(False)
+    base, every = "SGD with momentum", "frequency 1"
     # The early refreshes come at steps 0, 1, 3 and 6; ten steps leave them behind.
-    steppers = {
-        "SGD with momentum": Stepper(case, sgd),
+    sgd = Stepper(case, optax.sgd(RATE, momentum=0.9))
+    refreshing = Stepper(case, thor(case, 1)[0], first=10)
+    rare = {
         "without statistics": Stepper(case, thor(case, NEVER)[0], first=10),
-        "frequency 1": Stepper(case, thor(case, 1)[0], first=10),
         "frequency 10": Stepper(case, thor(case, 10)[0], first=10),
         "frequency 100": Stepper(case, thor(case, 100)[0], first=10),
+        "blocks of 256, without statistics": Stepper(case, thor(case, NEVER, 256)[0], first=10),
+        "blocks of 256, frequency 10": Stepper(case, thor(case, 10, 256)[0], first=10),
+        "blocks of 128, without statistics": Stepper(case, thor(case, NEVER, 128)[0], first=10),
+        "blocks of 128, frequency 10": Stepper(case, thor(case, 10, 128)[0], first=10),
     }
-    _, layers = thor(case, 10)
-    gradient = jax.jit(functools.partial(layers.value_and_grad, case.params, case.batch))
-    plain = jax.jit(functools.partial(jax.value_and_grad(case.loss), case.params, case.batch))
-    # The gradient and SGD's update, and nothing of THOR's own update: what statistics alone add.
+    # The gradients alone, without any update: what statistics add.
     parts = {
-        "gradient, plain": plain,
-        "gradient, not due": functools.partial(gradient, due=jnp.asarray(False)),
-        "gradient, due": functools.partial(gradient, due=jnp.asarray(True)),
+        "gradient, plain": functools.partial(plain, *given),
+        "gradient, not due": functools.partial(gradient, *given, due=no),
+        "gradient, due": functools.partial(gradient, *given, due=yes),
     }
-    everything: dict[str, Callable[[], Any]] = {**steppers, **parts}
-    results = interleaved(everything, repeats=repeats, warmup=1, number=number)
-    costs = {label: stepper.cost() for label, stepper in steppers.items()}
-    costs["gradient, plain"] = compiled_cost(plain)
-    costs["gradient, due"] = compiled_cost(gradient, due=jnp.asarray(True))
+    often = interleaved(
+        {base: sgd, every: refreshing, **parts}, repeats=repeats, number=number // 10
+    )
+    seldom = interleaved({base: sgd, **rare}, repeats=repeats, number=number)
+    compiled = {base: sgd.cost(), every: refreshing.cost()}
+    compiled.update({label: stepper.cost() for label, stepper in rare.items()})
+    compiled["gradient, plain"] = compiled_cost(plain, *given)
+    compiled["gradient, due"] = compiled_cost(gradient, *given, due=yes)
     rows = []
-    for label, found in results.items():
-        base = "gradient, plain" if label.startswith("gradient") else "SGD with momentum"
-        cpu, wall = (ratios(results, label, base, clock) for clock in ("cpu", "wall"))
-        compiled = costs.get(label)
+    for label in (base, *rare, every, *parts):
+        results = often if label in often and label != base else seldom
+        of = "gradient, plain" if label in parts else base
+        cpu, wall = (ratios(results, label, of, clock) for clock in ("cpu", "wall"))
         cells = ["", "", ""]
-        if compiled is not None:
-            cells = [
-                f"{compiled['flops'] / 1e6:.1f}",
-                f"{compiled['bytes'] / 1e6:.1f}",
-                f"{compiled['temp_bytes'] / 1e6:.1f}",
-            ]
+        if label in compiled:
+            flops, bytes_, temp = (
+                compiled[label][k] / 1e6 for k in ("flops", "bytes", "temp_bytes")
+            )
+            cells = [f"{flops:.1f}", f"{bytes_:.1f}", f"{temp:.1f}"]
         rows.append(
             [
                 label,
-                f"{1e3 * statistics.median(found['cpu']):.2f}",
+                f"{1e3 * statistics.median(results[label]['cpu']):.2f}",
                 f"{statistics.median(cpu):.2f} [{min(cpu):.2f}, {max(cpu):.2f}]",
                 f"{statistics.median(wall):.2f}",
                 *cells,
             ]
         )
     # Statistics alone, as part of a whole step of SGD.
-    due, bare = (statistics.median(results[f"gradient, {k}"]["cpu"]) for k in ("due", "plain"))
-    step = statistics.median(results["SGD with momentum"]["cpu"])
+    rounds = zip(
+        *(often[k]["cpu"] for k in ("gradient, due", "gradient, plain", base)), strict=True
+    )
+    shares = [1 + (due - bare) / step for due, bare, step in rounds]
     head = ["", "CPU, ms", "ratio [min, max]", "wall", "MFLOP", "MB accessed", "temp MB"]
     words = (
-        f"Statistics without inverses add {1e3 * (due - bare):.2f} ms to a step of "
-        f"{1e3 * step:.2f} ms: {1 + (due - bare) / step:.2f} times the plain step."
+        "A step of SGD with the statistics added, inverses left out: "
+        f"{statistics.median(shares):.2f} [{min(shares):.2f}, {max(shares):.2f}] times the plain step."
     )
     text = (
-        f"{name}: {repeats} interleaved rounds of {number} steps.\n\n{table(head, rows)}\n\n{words}"
+        f"{name}: {repeats} rounds of {number} steps in turn, {number // 10} of those that refresh."
     )
-    return text, {"times": results, "compiled": costs}
+    return f"{text}\n\n{table(head, rows)}\n\n{words}", {
+        "often": often,
+        "seldom": seldom,
+        "compiled": compiled,
+    }
 
 
 def refresh_table(repeats: int) -> tuple[str, dict[str, Any]]:
@@ -289,25 +305,29 @@ def wide_table(steps: int, seeds: int, rates: tuple[float, ...]) -> tuple[str, d
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--part", choices=("cost", "blocks", "loss"), help="one part alone")
+    parser.add_argument("--part", choices=PARTS, nargs="+", default=list(PARTS), help="these alone")
     parser.add_argument("--repeats", type=int, default=7, help="rounds that count")
     parser.add_argument("--quick", action="store_true", help="see that it runs")
     parser.add_argument("--out", help="write the results to this JSON file")
     arguments = parser.parse_args()
     quick, repeats = arguments.quick, 1 if arguments.quick else arguments.repeats
     kept: dict[str, Any] = {}
-    if arguments.part in (None, "cost"):
-        cases = {"MLP 784-512-256-10, batch 128": mlp(784, 512, 256, 10), "CNN, batch 64": cnn()}
-        for name, case in cases.items():
-            text, kept[name] = cost(name, case, repeats, 10 if quick else CYCLE)
+    models = {
+        "mlp": ("MLP 784-512-256-10, batch 128", lambda: mlp(784, 512, 256, 10), CYCLE),
+        "batch": ("the same, batch 1024", lambda: mlp(784, 512, 256, 10, size=1024), CYCLE // 5),
+        "cnn": ("CNN 28x28, batch 64", cnn, CYCLE),
+    }
+    for part, (name, made, number) in models.items():
+        if part in arguments.part:
+            text, kept[name] = cost(name, made(), repeats, 10 if quick else number)
             print(f"{text}\n", flush=True)
-    if arguments.part in (None, "blocks"):
+    if "blocks" in arguments.part:
         text, kept["blocks"] = refresh_table(min(repeats, 5))
         print(
             f"CPU ms of an update that refreshes / that does not, by block size.\n\n{text}\n",
             flush=True,
         )
-    if arguments.part in (None, "loss"):
+    if "loss" in arguments.part:
         steps, seeds, rates = (10, 1, (0.1,)) if quick else (60, 2, (0.03, 0.1, 0.3))
         text, kept["loss"] = wide_table(steps, seeds, rates)
         print(f"MLP 64-2048-1024-10 on digits, {steps} steps of 128.\n\n{text}\n", flush=True)

@@ -139,7 +139,7 @@ class Runs:
         tx, _ = ARMS[arm].make(self.net, example, hyper, schedule)
         loss = loss_of(self.net, fisher)
         step = boostax.train_step(loss, tx, metrics=("loss",), has_aux=fisher == "true")
-        state = step.init(self.net.init(0))
+        state = step.init(self.net.init(0), rng=jax.random.key(0) if fisher == "true" else None)
 
         def call() -> Any:
             nonlocal state

@@ -10,7 +10,7 @@ close to its end. Each arm has two hyper-parameters and as many trials as the ot
 points of its ranges (16 over the whole, 8 around the best); a trial counts by the smallest budget at
 which the median validation accuracy of five tuning seeds reaches the target, and the three best meet at
 ten seeds more. Then come fresh seeds; a seed gives all arms the same initial parameters, split and
-order of the data. THOR's momentum is 0.9, its frequency 10; all else is the library's default.
+order of the data. THOR's momentum is 0.9, its frequency 25; all else is the library's default.
 
 CPU time to the target: whole runs of each arm's median steps, with the compiled train step called
 from Python, arms in turn, the median of --rounds.
@@ -106,7 +106,7 @@ def runner(
     )
 
     def run() -> Any:
-        state = step.init(params)
+        state = step.init(params, rng=jax.random.key(0) if fisher == "true" else None)
         for batch in batches:
             state, _ = step(state, batch)
         return state
