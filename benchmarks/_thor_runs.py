@@ -323,17 +323,24 @@ class Race:
         """Return the median validation accuracy at a rung."""
         return float(np.median([self(net, arm, hyper, LADDER[rung], s)[0] for s in seeds]))
 
-    def tune(self, net: str, arm: str, seeds: list[int], count: tuple[int, int]) -> Tuned:
+    def tune(
+        self,
+        net: str,
+        arm: str,
+        seeds: list[int],
+        count: tuple[int, int],
+        start: int = len(LADDER) - 1,
+    ) -> Tuned:
         """Return the hyper-parameters that reach the target in the fewest steps.
 
-        A trial starts at the lowest rung that any trial before it reached; where it reaches the target
-        too, it goes on downwards until it does not. Equal rungs are told apart by the accuracy. The
-        three best then meet at twice as many seeds of their own, where the budget counts at which the
-        mean accuracy crosses the target.
+        A trial starts at the lowest rung that any trial before it reached, the first at ``start``;
+        where it reaches the target too, it goes on downwards until it does not. Equal rungs are told
+        apart by the accuracy. The three best then meet at twice as many seeds of their own, where the
+        budget counts at which the mean accuracy crosses the target.
         """
         space, target = ARMS[arm].space, NETS[net].target
         reached: list[tuple[int, float, list[float], dict[str, float]]] = []
-        lowest = len(LADDER) - 1
+        lowest = start
         for shares, hyper in trials(space, count, lambda: min(reached)[2] if reached else None):
             got, at = self.validation(net, arm, hyper, lowest, seeds), lowest
             if got < target:

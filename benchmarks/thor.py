@@ -134,7 +134,9 @@ class Stepper:
         return compiled_cost(self.step._jitted(None, self.state), self.state, self.batch, {})
 
 
-def cost(name: str, case: Case, repeats: int, number: int) -> tuple[str, dict[str, Any]]:
+def cost(
+    name: str, case: Case, repeats: int, number: int, blocks: tuple[int, ...]
+) -> tuple[str, dict[str, Any]]:
     """Return the table of one model, and what it was made of."""
     _, layers = thor(case, 10)
     gradient = jax.jit(layers.value_and_grad)
@@ -149,11 +151,11 @@ def cost(name: str, case: Case, repeats: int, number: int) -> tuple[str, dict[st
         "without statistics": Stepper(case, thor(case, NEVER)[0], first=10),
         "frequency 10": Stepper(case, thor(case, 10)[0], first=10),
         "frequency 100": Stepper(case, thor(case, 100)[0], first=10),
-        "blocks of 256, without statistics": Stepper(case, thor(case, NEVER, 256)[0], first=10),
-        "blocks of 256, frequency 10": Stepper(case, thor(case, 10, 256)[0], first=10),
-        "blocks of 128, without statistics": Stepper(case, thor(case, NEVER, 128)[0], first=10),
-        "blocks of 128, frequency 10": Stepper(case, thor(case, 10, 128)[0], first=10),
     }
+    for size in blocks:
+        for words, frequency in (("without statistics", NEVER), ("frequency 10", 10)):
+            tx, _ = thor(case, frequency, size)
+            rare[f"blocks of {size}, {words}"] = Stepper(case, tx, first=10)
     # The gradients alone, without any update: what statistics add.
     parts = {
         "gradient, plain": functools.partial(plain, *given),
@@ -319,7 +321,13 @@ def main() -> None:
     }
     for part, (name, made, number) in models.items():
         if part in arguments.part:
-            text, kept[name] = cost(name, made(), repeats, 10 if quick else number)
+            text, kept[name] = cost(
+                name,
+                made(),
+                repeats,
+                10 if quick else number,
+                (128, 256) if part == "mlp" else (),
+            )
             print(f"{text}\n", flush=True)
     if "blocks" in arguments.part:
         text, kept["blocks"] = refresh_table(min(repeats, 5))

@@ -15,6 +15,7 @@ Prints Markdown. About ten minutes of CPU time.
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import pathlib
 import statistics
@@ -95,6 +96,7 @@ class Runs:
         self.net, self.steps = Autoencoder(), steps
         self.data = {"x": jnp.asarray(images.astype(np.float32) / 16)}
         self.compiled: dict[str, Any] = {}
+        self.init, self.inputs = jax.jit(self.net.init), functools.cache(self._inputs)
 
     def __call__(self, arm: str, hyper: dict[str, float], budget: int, seed: int) -> float:
         if arm not in self.compiled:
@@ -104,19 +106,18 @@ class Runs:
                 return self.net.loss(train(*args), self.data)
 
             self.compiled[arm] = jax.jit(run)
+        values = {name: jnp.float32(value) for name, value in hyper.items()}
+        params, order = self.inputs(seed)
+        loss = self.compiled[arm](
+            params, order, jnp.int32(budget), values, jax.random.key(seed + 1)
+        )
+        return float(loss) if math.isfinite(loss) else math.inf
+
+    def _inputs(self, seed: int) -> tuple[Any, jax.Array]:
         draw = np.random.default_rng(seed)
         count, most = len(self.data["x"]), MOST * self.steps * SIZE
         order = np.concatenate([draw.permutation(count) for _ in range(-(-most // count))])
-        params = jax.jit(self.net.init)(seed)
-        values = {name: jnp.float32(value) for name, value in hyper.items()}
-        loss = self.compiled[arm](
-            params,
-            jnp.asarray(order[:most].reshape(-1, SIZE)),
-            jnp.int32(budget),
-            values,
-            jax.random.key(seed + 1),
-        )
-        return float(loss) if math.isfinite(loss) else math.inf
+        return self.init(seed), jnp.asarray(order[:most].reshape(-1, SIZE))
 
     def tune(self, arm: str, seeds: list[int], count: tuple[int, int]) -> dict[str, float]:
         """Return the hyper-parameters with the smallest loss; the mean over the seeds counts."""

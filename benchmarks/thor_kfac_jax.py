@@ -39,6 +39,7 @@ from _thor_runs import ARMS, BROAD, NEAR, SECOND, Arm, Race, crossing, first
 from boostax.compare.statistics import bootstrap_median, median, paired_ratios
 
 SIDES = ("boostax", "kfac-jax")
+START = 17  # the rung of 304 steps, for the first trial
 STEPS = 40  # of a round of timing: whole periods of both sides
 
 
@@ -85,12 +86,16 @@ def main() -> None:
     parser.add_argument("--part", choices=("cost", "race"), help="one part alone")
     parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=SIDES)
     parser.add_argument("--seeds", type=int, default=10, help="fresh seeds")
+    parser.add_argument(
+        "--trials", nargs=2, type=int, default=[BROAD, NEAR], help="broad ones, then near the best"
+    )
     parser.add_argument("--rounds", type=int, default=7, help="rounds of steps, for their time")
     parser.add_argument("--quick", action="store_true", help="few trials and seeds")
     parser.add_argument("--cache", help="keep the runs in this file of JSON lines")
     parser.add_argument("--out", help="write the results to this JSON file")
     arguments = parser.parse_args()
-    seeds, count, rounds, tuning = arguments.seeds, (BROAD, NEAR), arguments.rounds, 5
+    broad, near = arguments.trials
+    seeds, count, rounds, tuning = arguments.seeds, (broad, near), arguments.rounds, 5
     if arguments.quick:
         seeds, count, rounds, tuning = 2, (3, 1), 1, 1
     kept: dict[str, Any] = {}
@@ -102,7 +107,9 @@ def main() -> None:
         try:
             if arguments.part in (None, "cost"):
                 text, kept["cost"] = costs(workers, rounds)
-                print(f"Cost of a step, {rounds} rounds of {STEPS} in turn.\n\n{text}\n", flush=True)
+                print(
+                    f"Cost of a step, {rounds} rounds of {STEPS} in turn.\n\n{text}\n", flush=True
+                )
             if arguments.part in (None, "race"):
                 race = Sides(workers, arguments.cache)
                 text, kept["race"] = steps(race, arguments.sides, seeds, count, tuning)
@@ -157,7 +164,7 @@ def steps(
     rows, kept, base = [], {}, None
     for side in reversed(sides):
         ARMS[side] = Arm(SECOND, ARMS["THOR, true"].make)
-        tuned = race.tune("MLP", side, [1000 + i for i in range(tuning)], count)
+        tuned = race.tune("MLP", side, [1000 + i for i in range(tuning)], count, start=START)
         curve = race.curve("MLP", side, tuned, list(range(seeds)))
         reached = first(curve, 0.62)
         ratio = ""
