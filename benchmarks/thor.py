@@ -45,7 +45,7 @@ import boostax
 from boostax.errors import require
 
 RATE, DAMPING = 0.05, 0.1
-BLOCKS = (128, 256, 512, 1024, 4097)
+BLOCKS = (128, 256, 512, 1024, 2049)  # the last holds 2048 inputs and the bias whole
 NEVER = 10**6
 PARTS = ("mlp", "batch", "cnn", "blocks", "loss")
 CYCLE = 100  # steps of a round: whole periods of both frequencies
@@ -130,8 +130,9 @@ class Stepper:
         self.state, metrics = self.step(self.state, self.batch)
         return metrics
 
-    def cost(self) -> dict[str, float]:
-        return compiled_cost(self.step._jitted(None, self.state), self.state, self.batch, {})
+    def cost(self, due: bool | None = None) -> dict[str, float]:
+        compiled = self.step._jitted(None, self.state, due=due)
+        return compiled_cost(compiled, self.state, self.batch, {})
 
 
 def cost(
@@ -139,10 +140,10 @@ def cost(
 ) -> tuple[str, dict[str, Any]]:
     """Return the table of one model, and what it was made of."""
     _, layers = thor(case, 10)
-    gradient = jax.jit(layers.value_and_grad)
+    # A Python bool, as the train step has it on a CPU: convolutions are slow inside a cond.
+    due = jax.jit(functools.partial(layers.value_and_grad, due=True))
     plain = jax.jit(jax.value_and_grad(case.loss))
     given = (case.params, case.batch)
-    yes, no = jnp.asarray(True), jnp.asarray(False)
     base, every = "SGD with momentum", "frequency 1"
     # The early refreshes come at steps 0, 1, 3 and 6; ten steps leave them behind.
     sgd = Stepper(case, optax.sgd(RATE, momentum=0.9))
@@ -150,8 +151,9 @@ def cost(
     rare = {
         "without statistics": Stepper(case, thor(case, NEVER)[0], first=10),
         "frequency 10": Stepper(case, thor(case, 10)[0], first=10),
-        "frequency 100": Stepper(case, thor(case, 100)[0], first=10),
     }
+    if number % 100 == 0:
+        rare["frequency 100"] = Stepper(case, thor(case, 100)[0], first=10)
     for size in blocks:
         for words, frequency in (("without statistics", NEVER), ("frequency 10", 10)):
             tx, _ = thor(case, frequency, size)
@@ -159,17 +161,16 @@ def cost(
     # The gradients alone, without any update: what statistics add.
     parts = {
         "gradient, plain": functools.partial(plain, *given),
-        "gradient, not due": functools.partial(gradient, *given, due=no),
-        "gradient, due": functools.partial(gradient, *given, due=yes),
+        "gradient, due": functools.partial(due, *given),
     }
     often = interleaved(
         {base: sgd, every: refreshing, **parts}, repeats=repeats, number=number // 10
     )
     seldom = interleaved({base: sgd, **rare}, repeats=repeats, number=number)
-    compiled = {base: sgd.cost(), every: refreshing.cost()}
-    compiled.update({label: stepper.cost() for label, stepper in rare.items()})
+    compiled = {base: sgd.cost(), every: refreshing.cost(due=True)}
+    compiled["without statistics"] = rare["without statistics"].cost(due=False)
     compiled["gradient, plain"] = compiled_cost(plain, *given)
-    compiled["gradient, due"] = compiled_cost(gradient, *given, due=yes)
+    compiled["gradient, due"] = compiled_cost(due, *given)
     rows = []
     for label in (base, *rare, every, *parts):
         results = often if label in often and label != base else seldom
@@ -194,7 +195,7 @@ def cost(
     rounds = zip(
         *(often[k]["cpu"] for k in ("gradient, due", "gradient, plain", base)), strict=True
     )
-    shares = [1 + (due - bare) / step for due, bare, step in rounds]
+    shares = [1 + (with_it - bare) / step for with_it, bare, step in rounds]
     head = ["", "CPU, ms", "ratio [min, max]", "wall", "MFLOP", "MB accessed", "temp MB"]
     words = (
         "A step of SGD with the statistics added, inverses left out: "
@@ -217,8 +218,8 @@ def refresh_table(repeats: int) -> tuple[str, dict[str, Any]]:
         candidates: dict[str, Callable[[], Any]] = {}
         case = mlp(inputs, outputs, size=16)
         for block_size in BLOCKS:
-            tx, layers = thor(case, 1, block_size)
-            plain = thor(case, NEVER, block_size)[0]
+            layers = thor(case, 1, block_size)[1]
+            tx = boostax.thor(RATE, DAMPING, layers=layers, frequency=NEVER, early=())
             grads = jax.tree.map(jnp.ones_like, case.params)
 
             def stats_of(shape: Any) -> jax.Array:
@@ -228,12 +229,11 @@ def refresh_table(repeats: int) -> tuple[str, dict[str, Any]]:
                 )
 
             stats = jax.tree.map(stats_of, layers.shapes())
-            for label, made in (("refresh", tx), ("between", plain)):
-                update = jax.jit(made.update)
-                state = made.init(case.params)
-                for _ in range(10):
-                    _, state = update(grads, state, case.params, stats=stats)
-                call = functools.partial(update, grads, state, case.params, stats=stats)
+            update = jax.jit(tx.update)
+            state = tx.init(case.params)
+            _, later = update(grads, state, case.params, stats=stats)
+            for label, held in (("refresh", state), ("between", later)):
+                call = functools.partial(update, grads, held, case.params, stats=stats)
                 candidates[f"{label} {block_size}"] = call
         results = interleaved(candidates, repeats=repeats, warmup=1)
         kept[f"{inputs} x {outputs}"] = results
@@ -245,7 +245,7 @@ def refresh_table(repeats: int) -> tuple[str, dict[str, Any]]:
             )
             cells.append(f"{1e3 * with_it:.0f} / {1e3 * without:.0f}")
         rows.append([f"{inputs} x {outputs}", *cells])
-    head = ["layer", *(str(b) if b < 4097 else "whole" for b in BLOCKS)]
+    head = ["layer", *map(str, BLOCKS)]
     return table(head, rows), kept
 
 
@@ -309,15 +309,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--part", choices=PARTS, nargs="+", default=list(PARTS), help="these alone")
     parser.add_argument("--repeats", type=int, default=7, help="rounds that count")
+    parser.add_argument(
+        "--number",
+        type=int,
+        default=CYCLE,
+        help="steps of a round, whole tens; frequency 100 is left out unless whole hundreds",
+    )
     parser.add_argument("--quick", action="store_true", help="see that it runs")
     parser.add_argument("--out", help="write the results to this JSON file")
     arguments = parser.parse_args()
     quick, repeats = arguments.quick, 1 if arguments.quick else arguments.repeats
     kept: dict[str, Any] = {}
     models = {
-        "mlp": ("MLP 784-512-256-10, batch 128", lambda: mlp(784, 512, 256, 10), CYCLE),
-        "batch": ("the same, batch 1024", lambda: mlp(784, 512, 256, 10, size=1024), CYCLE // 5),
-        "cnn": ("CNN 28x28, batch 64", cnn, CYCLE),
+        "mlp": ("MLP 784-512-256-10, batch 128", lambda: mlp(784, 512, 256, 10), arguments.number),
+        "batch": ("the same, batch 1024", lambda: mlp(784, 512, 256, 10, size=1024), 20),
+        "cnn": ("CNN 28x28, batch 64", cnn, arguments.number),
     }
     for part, (name, made, number) in models.items():
         if part in arguments.part:
