@@ -132,10 +132,9 @@ def _cholesky_inverse(stack: jax.Array) -> jax.Array:
     if jax.default_backend() != "cpu":
         return _inverse(stack)
     # jaxlib's LAPACK kernels hand the matrices of a stack to the thread pool that they run on, and
-    # wait: two stacks at once can wait for each other for ever. One matrix is done where it is.
-    if stack.shape[0] <= _UNROLLED:
-        return jnp.stack([_inverse(matrix) for matrix in stack])
-    return lax.map(_inverse, stack)
+    # wait: two stacks at once can wait for each other for ever (seen with JAX 0.10.2 on 2 cores). A
+    # matrix by itself is done where it is.
+    return jnp.stack([_inverse(matrix) for matrix in stack])
 
 
 def _inverse(stack: jax.Array) -> jax.Array:
