@@ -72,7 +72,10 @@ class Ours:
         self.example = example
 
     def thor(self, params: Any, schedule: Any, damping: Any) -> tuple[Any, Any]:
-        layers = self.boostax.capture_layers(self.loss, params, self.example, fisher="true")
+        # Whole factors, as kfac-jax has them.
+        layers = self.boostax.capture_layers(
+            self.loss, params, self.example, fisher="true", block_size=1024
+        )
         tx = self.boostax.thor(
             schedule,
             damping,

@@ -332,7 +332,7 @@ def main() -> None:
                 made(),
                 repeats,
                 10 if quick else number,
-                (128, 256) if part == "mlp" else (),
+                (128, 1024) if part == "mlp" else (),
             )
             print(f"{text}\n", flush=True)
     if "blocks" in arguments.part:

@@ -80,7 +80,7 @@ class Thor(Section):
         description="The last layer of each bucket of statistics that devices exchange at a time.",
     )
     block_size: Count = Field(
-        default=1024, description="The most rows of a factor; larger ones are cut into pieces."
+        default=256, description="The most rows of a factor; larger ones are cut into pieces."
     )
     fisher: Annotated[Literal["empirical", "true"], one_of("empirical", "true")] = Field(
         default="empirical",

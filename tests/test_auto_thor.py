@@ -176,7 +176,7 @@ def test_what_is_missing_or_does_not_fit_is_said(params, batches):
     with pytest.raises(TypeError, match=r"layers must be what boostax.capture_layers returned"):
         boost.optimizer(optax.sgd(0.1), params, layers=3)
     layers = boostax.capture_layers(loss_fn, params, batches[0])
-    with pytest.raises(ConfigError, match=r"thor.block_size: is 2, but the layers .* have 1024"):
+    with pytest.raises(ConfigError, match=r"thor.block_size: is 2, but the layers .* have 256"):
         boost.optimizer(optax.sgd(0.1), params, layers=layers)
     with pytest.raises(ConfigError, match=r"thor.mode: is 'reference', but the layers"):
         AutoBoost("O0", manual(thor={"mode": "reference"})).optimizer(

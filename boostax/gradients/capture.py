@@ -30,7 +30,7 @@ def capture_layers(
     rng: Any = None,
     has_aux: bool | None = None,
     wrt: Any = None,
-    block_size: int = 1024,
+    block_size: int = 256,
     fisher: Literal["empirical", "true"] = "empirical",
     exclude: PathPattern | Sequence[PathPattern] = (),
     mode: Literal["default", "reference"] = "default",
@@ -61,7 +61,7 @@ def capture_layers(
       has_aux: whether the loss returns ``(loss, LossAux)``. Default None: read from what it returns.
       wrt: nnx only, the filter for the trained variables. Default None: ``nnx.Param``.
       block_size: int >= 1; a factor with more rows is cut into the fewest even pieces along its
-        diagonal that have at most as many. Default 1024.
+        diagonal that have at most as many. Default 256.
       fisher: ``"empirical"`` (default): G from the loss's own derivatives. ``"true"``: from those of
         labels drawn from the model's ``LossAux.predictive``, at the cost of a second backward pass.
       exclude: path patterns of leaves that stay first order. Default none.
