@@ -12,6 +12,7 @@ from tests.common.harness import for_rows
 from tests.common.settings import ROWS
 
 
+@pytest.mark.slow  # operation by operation, each compiled by itself
 @for_rows("plain", ROWS)
 def test_plain(row):
     run = harness.recorded(row)
