@@ -27,7 +27,7 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 hypothesis.settings.register_profile(
-    "boostax", deadline=None, max_examples=25, derandomize=True, database=None
+    "boostax", deadline=None, max_examples=10, derandomize=True, database=None
 )
 hypothesis.settings.load_profile("boostax")
 

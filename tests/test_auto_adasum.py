@@ -16,6 +16,8 @@ from boostax import AutoBoost, _info, adasum
 from boostax.errors import ConfigError
 from boostax.parallel import data_mesh
 
+pytestmark = pytest.mark.slow
+
 MANUAL = {"mode": "manual"}
 ADASUM = {"boost": {**MANUAL, "adasum": True}}
 FIRST, SECOND = [1.0, 0.0], [0.0, 1.0]

@@ -13,6 +13,8 @@ import boostax
 from tests.common import harness
 from tests.models import data, plain
 
+pytestmark = pytest.mark.slow
+
 STEPS = 4
 # What a loop written by hand passes to update; these two optimizers want something else.
 USUAL = ("value", "grad", "value_fn")

@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec as P
 import boostax
 from boostax import LossAux
 
+pytestmark = pytest.mark.slow
+
 W = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
 X = np.cos(np.arange(32, dtype=np.float32)).reshape(8, 4)
 

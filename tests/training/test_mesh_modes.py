@@ -10,6 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 import boostax
 
+pytestmark = pytest.mark.slow
+
 X = np.array([[1, 0], [1, 0], [0, 1], [0, 1]], np.float32)
 EXCHANGES = {
     "mean": (lambda: boostax.all_reduce("data"), [0.5, 0.5]),

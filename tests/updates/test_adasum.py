@@ -14,6 +14,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from boostax import Freezing, accumulate, adasum, adasum_pair, freeze, parameter_groups
 
+pytestmark = pytest.mark.slow
+
 ALGORITHMS = ("halving", "gather")
 SPEC = PartitionSpec
 
