@@ -269,7 +269,7 @@ DECAY = {"name": "exponential_decay", "init_value": 0.1, "transition_steps": 9, 
 def test_thor_is_read():
     section = load_config().thor
     assert (section.damping, section.frequency, section.early) == (0.01, 100, (0, 1, 3, 6))
-    assert (section.block_size, section.fisher, section.mode) == (1024, "empirical", "default")
+    assert (section.block_size, section.fisher, section.mode) == (256, "empirical", "default")
     given = {
         "damping": DECAY,
         "learning_rate": {**DECAY, "init_value": 1.0},
