@@ -83,7 +83,13 @@ def test_donated(row):
 
 
 @for_rows("dtypes", ROWS)
-@pytest.mark.parametrize("dtype", harness.DTYPES)
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(dtype, marks=pytest.mark.slow if dtype == "float16" else ())
+        for dtype in harness.DTYPES
+    ],
+)
 def test_dtypes(row, dtype):
     run = harness.recorded(row, dtype)
     floating = {
