@@ -15,6 +15,7 @@ __all__ = [
     "as_carry",
     "backend_is_up",
     "bind",
+    "called",
     "cond",
     "explicit_spec",
     "in_a_cluster",
@@ -23,8 +24,6 @@ __all__ = [
     "laid_out",
     "laid_out_by_xla",
     "like",
-    "only_consts",
-    "only_jaxpr",
     "open_jaxpr",
     "scan_parts",
     "tracks_varying",
@@ -203,20 +202,13 @@ def initialize_in_cluster(cluster: str | None, options: dict[str, Any]) -> bool:
     return True
 
 
-def only_jaxpr(eqn: Any) -> Any:
-    """Return the jaxpr that a call, a scan or a custom derivative holds, opened."""
+def called(eqn: Any) -> tuple[Any, list[Any]]:
+    """Return the jaxpr that a call, a scan or a custom derivative holds, opened, and its constants."""
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         if name in eqn.params:
-            return open_jaxpr(eqn.params[name])
+            held = eqn.params[name]
+            return open_jaxpr(held), list(getattr(held, "consts", ()))
     raise KeyError(f"{eqn.primitive.name}: no jaxpr among {sorted(eqn.params)}")
-
-
-def only_consts(eqn: Any) -> list[Any]:
-    """Return the values of the constants of :func:`only_jaxpr`."""
-    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        if name in eqn.params:
-            return list(getattr(eqn.params[name], "consts", ()))
-    return []
 
 
 def scan_parts(eqn: Any) -> tuple[int, int]:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from boostax.gradients._blocks import Block, Factors, Side
+from boostax.gradients._blocks import Block, Factors, Side, group_traces
 from boostax.gradients._find import Found, Place, Site
 from boostax.gradients._tag import Reading
 from boostax.gradients._views import View
@@ -251,15 +251,15 @@ def _as_reference(block: Block, inputs: Any, outputs: Any, rows: int) -> tuple[A
 
 def _added(first: tuple[Any, Any], second: tuple[Any, Any]) -> tuple[jax.Array, jax.Array]:
     """Return one pair for the sum of two Kronecker products; each factor has groups first."""
-    traces = [[_trace(factor) for factor in pair] for pair in (first, second)]
+    traces = [[group_traces(factor) for factor in pair] for pair in (first, second)]
     whole = [a * g for a, g in traces]
     total = whole[0] + whole[1]
     shares = [_over(part, total) for part in whole]
 
     def mixed(side: int) -> tuple[jax.Array, jax.Array]:
         scaled = [
-            _by(share, _by(_over(jnp.ones_like(trace[side]), trace[side]), pair[side]))
-            for share, trace, pair in zip(shares, traces, (first, second), strict=True)
+            _by(share, _by(_over(jnp.ones_like(sizes[side]), sizes[side]), pair[side]))
+            for share, sizes, pair in zip(shares, traces, (first, second), strict=True)
         ]
         mean = shares[0] * traces[0][side] + shares[1] * traces[1][side]
         return scaled[0] + scaled[1], mean
@@ -267,12 +267,6 @@ def _added(first: tuple[Any, Any], second: tuple[Any, Any]) -> tuple[jax.Array, 
     inputs, size = mixed(0)
     outputs, _ = mixed(1)
     return _by(size, inputs), _by(_over(total, size), outputs)
-
-
-def _trace(factor: jax.Array) -> jax.Array:
-    if factor.ndim == 2:
-        return jnp.sum(factor, axis=1)
-    return jnp.sum(jnp.trace(factor, axis1=2, axis2=3), axis=1)
 
 
 def _over(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from boostax.gradients._views import View
 
-__all__ = ["Block", "Factors", "Side"]
+__all__ = ["Block", "Factors", "Side", "group_traces"]
 
 
 class Factors(NamedTuple):
@@ -33,6 +33,13 @@ class Factors(NamedTuple):
 
     inputs: Any
     outputs: Any
+
+
+def group_traces(factor: jax.Array) -> jax.Array:
+    """Return the trace of each group's matrix, ``(groups,)``."""
+    if factor.ndim == 2:
+        return jnp.sum(factor, axis=1)
+    return jnp.sum(jnp.trace(factor, axis1=2, axis2=3), axis=1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -126,7 +126,7 @@ class _Walk:
     def equation(self, eqn: Any, facts: list[Fact], place: Place) -> list[Fact]:
         name = eqn.primitive.name
         if name in INLINED | REMAT:
-            return self.run(_compat.only_jaxpr(eqn), facts, place)
+            return self.run(_compat.called(eqn)[0], facts, place)
         if name == "scan":
             return self.scan(eqn, facts, place)
         if name in CUSTOM:
@@ -236,7 +236,7 @@ class _Walk:
         return out
 
     def scan(self, eqn: Any, facts: list[Fact], place: Place) -> list[Fact]:
-        body, length = _compat.only_jaxpr(eqn), eqn.params["length"]
+        body, length = _compat.called(eqn)[0], eqn.params["length"]
         consts, carried = _compat.scan_parts(eqn)
         fixed, carry, over = (
             [_plain(fact) for fact in facts[:consts]],
@@ -276,7 +276,7 @@ class _Walk:
         if not any(_leaves(fact) for fact in facts):
             return [self.combined(eqn.primitive.name, eqn, facts)] * len(eqn.outvars)
         given = [_plain(fact) for fact in facts]
-        outs = self.run(_compat.only_jaxpr(eqn), given, place)
+        outs = self.run(_compat.called(eqn)[0], given, place)
         inside = "in a function with a derivative of its own"
         results: list[Fact] = []
         watched: set[Place] = set()

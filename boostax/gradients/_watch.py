@@ -109,7 +109,7 @@ class Watch:
         inputs: dict[Place, Any] | None,
     ) -> list[Any]:
         name = eqn.primitive.name
-        body, consts = _compat.only_jaxpr(eqn), _compat.only_consts(eqn)
+        body, consts = _compat.called(eqn)
         if name in CUSTOM:
             return self._beside(eqn, given, at, emitted, active, inputs)
         if name in INLINED or (name in REMAT and inputs is not None):
@@ -140,9 +140,7 @@ class Watch:
         outs = _compat.bind(eqn, given)
         found: dict[Place, Any] = {} if inputs is None else inputs
         values = [lax.stop_gradient(value) for value in given]
-        self._run(
-            _compat.only_jaxpr(eqn), _compat.only_consts(eqn), values, at, emitted, active, found
-        )
+        self._run(*_compat.called(eqn), values, at, emitted, active, found)
         if inputs is None:
             for site in self._custom.get(at, ()):
                 assert site.custom is not None
@@ -160,7 +158,7 @@ class Watch:
         emitted: Mapping[Place, Any],
         active: Mapping[Place, Any],
     ) -> list[Any]:
-        body, consts = _compat.only_jaxpr(eqn), _compat.only_consts(eqn)
+        body, consts = _compat.called(eqn)
         fixed, carried = _compat.scan_parts(eqn)
         first, over = given[fixed : fixed + carried], given[fixed + carried :]
         sliced = {

@@ -14,7 +14,7 @@ import numpy as np
 
 from boostax._tree import PathPattern, check_matched, leaf_paths, matches
 from boostax.errors import did_you_mean
-from boostax.gradients._plan import make_plan
+from boostax.gradients._plan import Plan, make_plan
 from boostax.gradients.layers import CapturedLayers
 from boostax.training.contract import CanonicalLoss, canonical_loss, declared_keywords
 
@@ -167,7 +167,7 @@ def capture_layers(
             f"captured ({reasons}); a first-order optimizer does as well"
         )
     if fisher == "true":
-        _check_predictive(loss, values, state, batch, rng)
+        _check_predictive(plan)
     return CapturedLayers(
         blocks=plan.blocks,
         first_order=plan.first_order,
@@ -220,8 +220,8 @@ class _Forms:
         return seen[-1]
 
 
-def _check_predictive(loss: CanonicalLoss, params: Any, state: Any, batch: Any, rng: Any) -> None:
-    aux = jax.eval_shape(loss, params, state, batch, rng)[1]
+def _check_predictive(plan: Plan) -> None:
+    _, aux = plan.out_tree.unflatten(plan.jaxpr.out_avals)
     if not hasattr(aux.predictive, "sampled_loss"):
         raise ValueError(
             'capture_layers: fisher="true" draws labels from the model, and the loss returns '

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from boostax import _compat
-from boostax.gradients._blocks import Block, Factors, Side
+from boostax.gradients._blocks import Block, Factors, Side, group_traces
 from boostax.parallel.reduce import Reduce
 
 __all__ = [
@@ -21,7 +21,6 @@ __all__ = [
     "finite",
     "identity",
     "inverted",
-    "traces",
 ]
 
 
@@ -37,17 +36,6 @@ def identity(block: Block) -> Factors:
     return Factors(one(block.inputs), one(block.outputs))
 
 
-def traces(block: Block, factors: Factors) -> tuple[jax.Array, jax.Array]:
-    """Return the trace of A and of G, float32 of shape ``(groups,)`` each."""
-
-    def one(side: Side, factor: jax.Array) -> jax.Array:
-        if side.diagonal:
-            return jnp.sum(factor, axis=-1)
-        return jnp.sum(jnp.trace(factor, axis1=-2, axis2=-1), axis=-1)
-
-    return one(block.inputs, factors.inputs), one(block.outputs, factors.outputs)
-
-
 def damped(block: Block, factors: Factors, damping: Any, *, pi_split: bool) -> Factors:
     """Return A and G with what is added to their diagonals.
 
@@ -60,7 +48,7 @@ def damped(block: Block, factors: Factors, damping: Any, *, pi_split: bool) -> F
             add_diagonal(block.inputs, factors.inputs, damping),
             add_diagonal(block.outputs, factors.outputs, damping),
         )
-    of_inputs, of_outputs = traces(block, factors)
+    of_inputs, of_outputs = map(group_traces, factors)
     known = (of_inputs > 0) & (of_outputs > 0)
     mean_inputs = jnp.where(known, of_inputs, 1) / block.inputs.size
     mean_outputs = jnp.where(known, of_outputs, 1) / block.outputs.size

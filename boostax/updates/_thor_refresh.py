@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from boostax import _compat
-from boostax.gradients._blocks import Factors
+from boostax.gradients._blocks import Factors, group_traces
 from boostax.updates import _thor_reference as reference
-from boostax.updates._thor_inverses import averaged, damped, finite, inverted, traces
+from boostax.updates._thor_inverses import averaged, damped, finite, inverted
 from boostax.updates._thor_settings import Settings
 
 __all__ = ["Refresh", "refresh"]
@@ -129,7 +129,7 @@ def _invert(
             lambda block=block: state.inverses[block.kernel],
             lambda matrix=matrix: inverted([matrix], axes)[0],
         )
-        of_inputs, of_outputs = traces(block, mean)
+        of_inputs, of_outputs = map(group_traces, mean)
         trace = jnp.sum(of_inputs * of_outputs)
         added = damping * block.groups * block.inputs.size * block.outputs.size
         change = jnp.abs(trace - state.trace[i]) / (state.trace[i] + added)
