@@ -19,7 +19,11 @@ if TYPE_CHECKING:
     from boostax.errors import StateMismatchError as StateMismatchError
     from boostax.gradients.capture import capture_layers as capture_layers
     from boostax.gradients.forward_order import forward_order as forward_order
+    from boostax.gradients.group_loss_scale import GroupLossScale as GroupLossScale
     from boostax.gradients.layers import CapturedLayers as CapturedLayers
+    from boostax.gradients.loss_scale import DynamicLossScale as DynamicLossScale
+    from boostax.gradients.loss_scale import LossScaleState as LossScaleState
+    from boostax.gradients.loss_scale import set_loss_scale as set_loss_scale
     from boostax.gradients.microbatch import microbatch as microbatch
     from boostax.training.contract import LossAux as LossAux
     from boostax.training.predictive import Categorical as Categorical
@@ -56,6 +60,10 @@ _HOME = {
     "microbatch": "gradients.microbatch",
     "capture_layers": "gradients.capture",
     "CapturedLayers": "gradients.layers",
+    "DynamicLossScale": "gradients.loss_scale",
+    "GroupLossScale": "gradients.group_loss_scale",
+    "LossScaleState": "gradients.loss_scale",
+    "set_loss_scale": "gradients.loss_scale",
     "accumulate": "updates.accumulate",
     "AccumulateState": "updates.accumulate",
     "flush": "updates.accumulate",

@@ -21,7 +21,7 @@ from boostax.training.contract import CanonicalLoss
 if TYPE_CHECKING:
     from boostax.gradients.layers import CapturedLayers
 
-__all__ = ["Plan", "make_plan", "plan_of"]
+__all__ = ["Plan", "make_plan", "plan_of", "trace_loss"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +34,18 @@ class Plan:
     parts: tuple[Part, ...]
     blocks: tuple[Block, ...]
     first_order: Mapping[str, str]
+
+
+def trace_loss(
+    loss: CanonicalLoss, params: Any, model_state: Any, batch: Any, rng: Any
+) -> tuple[Any, Any]:
+    """Return the loss's jaxpr, whose first inputs are the leaves of ``params``, and what it returns."""
+    leaves, treedef = jax.tree.flatten(params)
+
+    def flat(leaves: Any, model_state: Any, batch: Any, rng: Any) -> Any:
+        return loss(treedef.unflatten(leaves), model_state, batch, rng)
+
+    return jax.make_jaxpr(flat, return_shape=True)(leaves, model_state, batch, rng)
 
 
 def make_plan(
@@ -49,12 +61,8 @@ def make_plan(
 ) -> Plan:
     """Trace the loss and find its layers."""
     paths = leaf_paths(params)
-    leaves, treedef = jax.tree.flatten(params)
-
-    def flat(leaves: Any, model_state: Any, batch: Any, rng: Any) -> Any:
-        return loss(treedef.unflatten(leaves), model_state, batch, rng)
-
-    jaxpr, shape = jax.make_jaxpr(flat, return_shape=True)(leaves, model_state, batch, rng)
+    leaves = jax.tree.leaves(params)
+    jaxpr, shape = trace_loss(loss, params, model_state, batch, rng)
     shapes = [tuple(jnp.shape(leaf)) for leaf in leaves]
     facts: list[Any] = []
     for i, leaf in enumerate(leaves):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from boostax import _compat
 from boostax.gradients._blocks import Block, Factors
-from boostax.gradients._statistics import gradient_errors, value_grad_and_factors
+from boostax.gradients._statistics import gradient_errors, watched_value_and_grad
 from boostax.gradients.value_and_grad import value_and_grad
 from boostax.training.contract import CanonicalLoss, LossAux
 
@@ -110,12 +110,12 @@ class CapturedLayers:
         """
         loss, values, state = self.loss(params)
         state = model_state if state is None else state
-        both = value_grad_and_factors(loss, self)
+        both = watched_value_and_grad(loss, layers=self)
         plain = lambda: (
             *value_and_grad(loss)(values, state, batch, rng),
             self.zeros(),
         )
-        watched = lambda: both(values, state, batch, rng)
+        watched = lambda: both(values, state, batch, rng)[:3]
         if isinstance(due, (bool, int)):
             return watched() if due else plain()
         return _compat.cond(jnp.asarray(due), watched, plain)

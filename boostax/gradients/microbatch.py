@@ -250,7 +250,7 @@ def microbatched(
         grads = [
             mean(next(supply)).astype(_result_dtype(leaf, gradient_dtype))
             if flag
-            else jnp.zeros_like(leaf)
+            else jnp.zeros_like(leaf, dtype=_zero_dtype(leaf, gradient_dtype))
             for leaf, flag in zip(leaves, trained, strict=True)
         ]
         state = sums.model_state
@@ -323,6 +323,11 @@ def _merged(start: Any, new: Any) -> Any:
 
 def _result_dtype(leaf: Any, dtype: Any) -> Any:
     return jnp.result_type(leaf) if dtype is None else sum_dtype(leaf, dtype)
+
+
+def _zero_dtype(leaf: Any, dtype: Any) -> Any:
+    inexact = jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+    return _result_dtype(leaf, dtype if inexact else None)
 
 
 def _scalar_sum(value: Any) -> jax.Array:

@@ -12,11 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from boostax.gradients._scaled_pass import pulled, unscaled, wide_zeros
 from boostax.training.contract import CanonicalLoss, LossAux
 
 __all__ = ["trained_leaves", "value_and_grad"]
 
-ValueAndGrad = Callable[[Any, Any, Any, Any], tuple[tuple[jax.Array, LossAux], Any]]
+ValueAndGrad = Callable[..., tuple[tuple[jax.Array, LossAux], Any]]
 
 
 def trained_leaves(params: Any, trainable: Any | None) -> list[bool]:
@@ -46,12 +47,13 @@ def value_and_grad(loss: CanonicalLoss, *, trainable: Any | None = None) -> Valu
         other leaves are zeros, and their backward work is not compiled. Default None: all.
 
     Returns:
-      ``fn(params, model_state, batch, rng) -> ((loss, LossAux), grads)`` with gradients in the
-      parameters' dtypes.
+      ``fn(params, model_state, batch, rng, scale=None) -> ((loss, LossAux), grads)`` with gradients in
+      the parameters' dtypes. With a ``scale`` the backward pass starts from that, and the gradients are
+      divided by it, in float32 or better.
     """
 
     def fn(
-        params: Any, model_state: Any, batch: Any, rng: Any
+        params: Any, model_state: Any, batch: Any, rng: Any, scale: Any = None
     ) -> tuple[tuple[jax.Array, LossAux], Any]:
         leaves, treedef = jax.tree.flatten(params)
         flags = trained_leaves(params, trainable)
@@ -64,14 +66,17 @@ def value_and_grad(loss: CanonicalLoss, *, trainable: Any | None = None) -> Valu
             return loss(treedef.unflatten(merged), model_state, batch, rng)
 
         trained = [leaf for flag, leaf in zip(flags, leaves, strict=True) if flag]
-        if trained:
+        if not trained:
+            (value, aux), grads = of_trained([]), []
+        elif scale is None:
             (value, aux), grads = jax.value_and_grad(of_trained, has_aux=True)(trained)
         else:
-            (value, aux), grads = of_trained([]), []
+            value, (grads,), aux = pulled(of_trained, [trained], scale)
+            grads = unscaled(grads, scale)
         supply = iter(grads)
+        zeros = jnp.zeros_like if scale is None else wide_zeros
         filled = [
-            next(supply) if flag else jnp.zeros_like(leaf)
-            for flag, leaf in zip(flags, leaves, strict=True)
+            next(supply) if flag else zeros(leaf) for flag, leaf in zip(flags, leaves, strict=True)
         ]
         return (value, aux), treedef.unflatten(filled)
 

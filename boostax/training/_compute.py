@@ -16,6 +16,7 @@ from boostax.parallel.reduce import Devices
 from boostax.training._arguments import accepted, declaring, merge_state
 from boostax.training._passes import Passes
 from boostax.training._replicas import Replicas
+from boostax.training._scaling import Blame, blame, next_scale, seen_by_tx
 from boostax.training._settings import Settings
 from boostax.training._step_metrics import step_metrics
 from boostax.training._windows import after_call, after_flush
@@ -81,23 +82,27 @@ class StepFunction:
         if pools and settings.batch_norm_momentum is None:
             self._look_up_momenta(state, batch)
         wanted = self._wanted(state, due)
-        loss, aux, grads, new_stats, factors = self._gradients(
-            here, start, batch, rng, index, traced_index, wanted
+        scales = None if state.loss_scale is None else state.loss_scale.scale
+        loss, aux, grads, new_stats, factors, found = self._gradients(
+            here, start, batch, rng, index, traced_index, wanted, scales
         )
         trained = self._trained(grads, state.params, index)
         needs_finite = (
             "finite" in settings.metrics or settings.skip_nonfinite or settings.window_decides
-        )
+        )  # a loss scale sets skip_nonfinite
         finite = all_finite(loss, trained) if needs_finite else None
         weight = own_weight = weight_of(aux, batch)
         if settings.replicas is not None:
             finite, weight = self._agreed(finite, own_weight)
 
+        value_fn = lambda params: self._value(as_in(here, params), start, batch, rng)
         given: dict[str, Any] = {
             "value": loss,
             "grad": grads,
-            "grad_fn": lambda params, _: self._all_gradients(params, start, batch, rng),
-            "obj_fn": lambda params: self._value(params, start, batch, rng),  # optax's Sophia
+            "grad_fn": lambda params, _: self._all_gradients(
+                as_in(here, params), start, batch, rng, scales
+            ),
+            "obj_fn": lambda params: value_fn(params),  # optax's Sophia
             "weight": own_weight if self.settings.own_gradients else weight,
         }
         given |= self._exchange(own_weight)
@@ -110,12 +115,12 @@ class StepFunction:
             given["freeze_index"] = index if traced_index is None else traced_index
 
         given = {**accepted(self.tx, given), **extra}
-        value_fn = lambda params, **_: self._value(params, start, batch, rng)
-        value_fn = declaring(value_fn, given)
-        given = {**accepted(self.tx, {"value_fn": value_fn}), **given}
+        declared = declaring(lambda params, **_: value_fn(params), given)
+        given = {**accepted(self.tx, {"value_fn": declared}), **given}
 
         def update(params: Any, opt_state: Any) -> tuple[Any, Any]:
-            updates, opt_state = self.tx.update(grads, opt_state, params, **given)
+            seen = seen_by_tx(settings.loss_scale, params)
+            updates, opt_state = self.tx.update(grads, opt_state, seen, **given)
             return optax.apply_updates(params, updates), opt_state
 
         positive = [weight > 0] if self._gives_weight else []
@@ -155,6 +160,14 @@ class StepFunction:
             attempt=state.attempt + 1,
             skipped=skipped,
             window=window,
+            loss_scale=next_scale(
+                settings.loss_scale,
+                state.loss_scale,
+                finite,
+                found,
+                _all(positive),
+                settings.microbatch,
+            ),
         )
         shown = step_metrics(
             settings,
@@ -218,7 +231,8 @@ class StepFunction:
     def flush(self, state: TrainState, extra: dict[str, Any]) -> TrainState:
         """Close the open window: update with what was gathered, and pool its statistics."""
         given = {**extra, **self._exchange(jnp.float32(0))}
-        updates, opt_state = flush(self.tx, state.opt_state, state.params, **given)
+        seen = seen_by_tx(self.settings.loss_scale, state.params)
+        updates, opt_state = flush(self.tx, state.opt_state, seen, **given)
         model_state, window = after_flush(
             state.window,
             state.model_state,
@@ -299,15 +313,15 @@ class StepFunction:
         index: int | None,
         traced_index: Any,
         wanted: tuple[Any, Any] | None,
-    ) -> tuple[jax.Array, LossAux, Any, Any, Any]:
+        scales: Any,
+    ) -> tuple[jax.Array, LossAux, Any, Any, Any, Blame | None]:
         freezing = self.settings.freezing
 
         def variant(i: int | None) -> Callable[..., Any]:
             def run(params: Any, start: Any, batch: Any, rng: Any) -> Any:
                 trainable = None if i is None else freezing.trainable(i)
-                (loss, aux), grads, factors = self._passes.with_factors(trainable, wanted)(
-                    params, start, batch, rng
-                )
+                passes = self._passes.with_factors(trainable, wanted, scales)
+                (loss, aux), grads, factors, amax = passes(params, start, batch, rng)
                 stats = start if aux.model_state is None else aux.model_state
                 if self.settings.replicas is not None:
                     loss, aux, grads, stats = self._combined(
@@ -315,7 +329,9 @@ class StepFunction:
                     )
                 if i is not None:
                     stats = freezing.hold_statistics(i, start, stats)
-                return loss, aux.replace(model_state=None, predictive=None), grads, stats, factors
+                found = self._blame(params, trainable, grads, amax, weight_of(aux, batch))
+                aux = aux.replace(model_state=None, predictive=None)
+                return loss, aux, grads, stats, factors, found
 
             return run
 
@@ -323,6 +339,22 @@ class StepFunction:
             return variant(index)(params, start, batch, rng)
         branches = [variant(i) for i in range(freezing.num_indices)]
         return jax.lax.switch(traced_index, branches, params, start, batch, rng)
+
+    def _blame(
+        self, params: Any, trainable: Any, grads: Any, amax: jax.Array, weight: Any
+    ) -> Blame | None:
+        replicas = self.settings.replicas
+        if replicas is not None and self._gives_weight:
+            amax = jnp.where(weight == 0, 0, amax)
+        return blame(
+            self.settings.loss_scale,
+            self._passes.labels,
+            params,
+            trainable,
+            grads,
+            amax,
+            None if replicas is None else replicas.axes,
+        )
 
     def _combined(
         self,
@@ -366,8 +398,8 @@ class StepFunction:
             return loss
         return self.settings.replicas.mean(loss, weight_of(aux, batch))
 
-    def _all_gradients(self, params: Any, start: Any, batch: Any, rng: Any) -> Any:
-        (_, aux), grads = self._passes.value_and_grad(None)(params, start, batch, rng)
+    def _all_gradients(self, params: Any, start: Any, batch: Any, rng: Any, scales: Any) -> Any:
+        (_, aux), grads = self._passes.value_and_grad(None, scales)(params, start, batch, rng)
         if self.settings.replicas is None or self.settings.own_gradients:
             return grads
         return self.settings.replicas.mean(grads, weight_of(aux, batch))
@@ -376,6 +408,11 @@ class StepFunction:
         trainable = None if index is None else self.settings.freezing.trainable(index)
         flags = trained_leaves(params, trainable)
         return [g for g, flag in zip(jax.tree.leaves(grads), flags, strict=True) if flag]
+
+
+def as_in(params: Any, given: Any) -> Any:
+    """Return parameters that ``tx`` asks for, in the dtypes that the loss takes."""
+    return jax.tree.map(lambda p, like: jnp.asarray(p, like.dtype), given, params)
 
 
 def _as_floats(metrics: Mapping[str, Any]) -> dict[str, jax.Array]:

@@ -28,6 +28,7 @@ class Settings:
     example_weights: str | None = None
     layers: Any = None
     due_dispatch: str = "auto"
+    loss_scale: Any = None
 
     @property
     def may_skip(self) -> bool:

@@ -49,6 +49,11 @@ def step_metrics(
             shown[name] = _micro_steps(settings, new)
         elif name == "freeze_index":
             shown[name] = jnp.asarray(index, jnp.int32)
+        elif name == "loss_scale":
+            shown[name] = old.loss_scale.scale
+        elif name == "overflow":
+            assert finite is not None
+            shown[name] = jnp.logical_not(finite)
         elif (rate := _learning_rate(settings, old, new)) is not None:
             shown[name] = jnp.asarray(rate, jnp.float32)
     return shown

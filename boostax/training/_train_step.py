@@ -19,6 +19,7 @@ from boostax.training._compute import StepFunction
 from boostax.training._dispatch import Position, called_every_window, check_static_facts
 from boostax.training._layout import MadeShapes, check_shapes
 from boostax.training._on_mesh import OnMesh
+from boostax.training._scaling import check_scaling_state, first_scale, seen_by_tx
 from boostax.training._settings import Settings
 from boostax.training._start import (
     check_extra,
@@ -149,7 +150,8 @@ class TrainStep:
         params, model_state, raw = strong_copy((params, model_state, raw))
         if self._mesh is not None:
             params = self._mesh.placed_params(params)
-        opt_state = strong_copy(self.tx.init(params))
+        scaling = self.settings.loss_scale
+        opt_state = strong_copy(self.tx.init(seen_by_tx(scaling, params)))
         self._check_parts(opt_state)
         if self.settings.freezing is not None:
             bound = self.settings.freezing.bind(params)
@@ -164,6 +166,7 @@ class TrainStep:
             attempt=jnp.zeros((), jnp.int32),
             skipped=jnp.zeros((), jnp.int32) if self.settings.may_skip else None,
             window=first_window(self.settings.stats, self.settings.window_policy, model_state),
+            loss_scale=None if scaling is None else first_scale(scaling, params),
         )
         if self._mesh is None:
             return state
@@ -177,6 +180,7 @@ class TrainStep:
         self, state: TrainState, batch: Any, **extra: Any
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         check_state(state)
+        check_scaling_state(self.settings.loss_scale, state.loss_scale)
         check_extra(extra)
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, batch, extra))):
             batch = self._filled(batch, state)
@@ -309,7 +313,8 @@ class TrainStep:
 
     def abstract_opt_state(self, params: Any, extra: Mapping[str, Any]) -> Any:
         """Return the optimizer state's shapes, with a leading axis where devices have their own."""
-        state = jax.eval_shape(self.tx.init, params)
+        seen = functools.partial(seen_by_tx, self.settings.loss_scale)
+        state = jax.eval_shape(lambda params: self.tx.init(seen(params)), params)
         return state if self._mesh is None else self._mesh.abstract(state, params, extra)
 
     def _function(self) -> StepFunction:

@@ -20,17 +20,24 @@ METRICS = (
     "micro_steps",
     "freeze_index",
     "learning_rate",
+    "loss_scale",
+    "overflow",
 )
+# Those that a step without freezing, or without a loss scale, can't report.
+_OF_FREEZING, _OF_SCALING = ("freeze_index",), ("loss_scale", "overflow")
 
 
-def check_metrics(metrics: Sequence[str] | None, *, freezes: bool) -> tuple[tuple[str, ...], bool]:
+def check_metrics(
+    metrics: Sequence[str] | None, *, freezes: bool, scales: bool
+) -> tuple[tuple[str, ...], bool]:
     """Check the names asked for.
 
     Returns:
       The names to report, and whether they were asked for by name (then all must be available).
     """
+    lacking = (() if freezes else _OF_FREEZING) + (() if scales else _OF_SCALING)
     if metrics is None:
-        return tuple(m for m in METRICS if m != "freeze_index" or freezes), False
+        return tuple(m for m in METRICS if m not in lacking), False
     if isinstance(metrics, str):
         raise TypeError(
             f"metrics must be a sequence of names, got the text {metrics!r}; write ({metrics!r},)"
@@ -42,8 +49,10 @@ def check_metrics(metrics: Sequence[str] | None, *, freezes: bool) -> tuple[tupl
                 f"metrics: {name!r} is not known.{did_you_mean(name, METRICS)} Allowed: "
                 f"{', '.join(METRICS)}; your own go into LossAux.metrics"
             )
-    if "freeze_index" in names and not freezes:
-        raise ValueError("metrics: 'freeze_index' needs freezing=; pass it or leave the name out")
+    for name in names:
+        if name in lacking:
+            needed = "freezing=" if name in _OF_FREEZING else "loss_scale="
+            raise ValueError(f"metrics: {name!r} needs {needed}; pass it or leave the name out")
     return names, True
 
 

@@ -27,6 +27,7 @@ class TrainState(flax.struct.PyTreeNode):
       attempt: int32 scalar, the calls so far; it never rolls back.
       skipped: int32 scalar, the calls that changed nothing, or None where a step can't skip.
       window: partial batch statistics of an open accumulation window, or None.
+      loss_scale: a :class:`boostax.LossScaleState`, or None where the step has no loss scale.
     """
 
     params: Any
@@ -36,6 +37,7 @@ class TrainState(flax.struct.PyTreeNode):
     attempt: jax.Array
     skipped: jax.Array | None = None
     window: Any = None
+    loss_scale: Any = None
 
     @property
     def updates(self) -> jax.Array:

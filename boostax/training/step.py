@@ -15,6 +15,7 @@ from boostax.errors import StateMismatchError
 from boostax.gradients.layers import CapturedLayers
 from boostax.training._replicas import Replicas
 from boostax.training._replicas import data_axes as find_data_axes
+from boostax.training._scaling import check_scaling
 from boostax.training._settings import Settings
 from boostax.training._train_step import TrainStep
 from boostax.training.contract import declared_keywords
@@ -36,6 +37,7 @@ def train_step(
     freeze_dispatch: str = "host",
     layers: Any | None = None,
     due_dispatch: str = "auto",
+    loss_scale: Any | None = None,
     skip_nonfinite: bool = False,
     learning_rate: float | Callable[[Any], Any] | None = None,
     wrt: Any = None,
@@ -59,8 +61,9 @@ def train_step(
       has_aux: whether ``loss_fn`` returns a ``LossAux``. Default False.
       metrics: which of ``loss``, ``grad_norm`` (trainable leaves; inside an accumulation window, of
         what it has gathered, which at its last call is what the optimizer gets), ``finite``,
-        ``updates``, ``micro_steps``, ``freeze_index``, ``learning_rate`` to report. Default None: all
-        that can be known. The loss's own metrics always come with them.
+        ``updates``, ``micro_steps``, ``freeze_index``, ``learning_rate``, ``loss_scale`` (what this call
+        was computed with), ``overflow`` to report. Default None: all that can be known. The loss's own
+        metrics always come with them.
       microbatch: int >= 1, into how many micro-batches one batch is cut inside the step, to save
         memory. Default 1. See :func:`boostax.microbatch`.
       stats: ``"per_window"`` pools batch statistics over a window of micro-batches, ``"per_micro"``
@@ -78,6 +81,11 @@ def train_step(
         from the state which one to call; ``"cond"`` compiles both into one function. Inside a trace
         it is always ``"cond"``. Default ``"auto"``: ``"host"`` on a CPU, which is slow at
         convolutions inside a conditional, and ``"cond"`` elsewhere.
+      loss_scale: a :class:`boostax.DynamicLossScale`, a :class:`boostax.GroupLossScale`, or a number or
+        array of shape () or (1,) for a scale that only :func:`boostax.set_loss_scale` changes. The
+        backward pass starts from it, gradients are unscaled in float32 (``tx`` then sees half-precision
+        parameters as float32), and a call whose gradients overflow is skipped as with
+        ``skip_nonfinite``, or as the policy of ``accumulate`` says. Default None: no scale.
       skip_nonfinite: leave everything but ``attempt`` (and the freeze schedule) as it was when the
         loss or a trainable gradient is not finite. Default False.
       learning_rate: what ``tx`` uses, for the metric: a number or a schedule of ``updates``. Default
@@ -157,7 +165,8 @@ def train_step(
             raise TypeError(f"{name} must be a bool, got {value!r}")
     freezing = _check_freezing(tx, freezing)
     layers = _check_layers(tx, layers)
-    names, asked = check_metrics(metrics, freezes=freezing is not None)
+    scaling = check_scaling(loss_scale)
+    names, asked = check_metrics(metrics, freezes=freezing is not None, scales=scaling is not None)
     if learning_rate is None:
         learning_rate = next(
             (i.settings["learning_rate"] for i in _info.walk(tx) if "learning_rate" in i.settings),
@@ -182,7 +191,7 @@ def train_step(
         stats=stats,
         batch_norm_momentum=batch_norm_momentum,
         freezing=freezing,
-        skip_nonfinite=skip_nonfinite,
+        skip_nonfinite=skip_nonfinite or scaling is not None,
         learning_rate=learning_rate,
         window_policy=None if accumulating is None else accumulating.settings["nonfinite"],
         window_every=_window_length(accumulating),
@@ -190,6 +199,7 @@ def train_step(
         example_weights=example_weights,
         layers=layers,
         due_dispatch=due_dispatch,
+        loss_scale=scaling,
     )
     return TrainStep(
         loss_fn,

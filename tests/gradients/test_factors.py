@@ -11,7 +11,7 @@ from jax import lax
 import boostax
 from boostax import capture_layers
 from boostax.gradients._blocks import Block, Side
-from boostax.gradients._statistics import value_grad_and_factors
+from boostax.gradients._statistics import watched_value_and_grad
 from boostax.gradients._views import View
 from boostax.training.contract import canonical_loss
 
@@ -231,7 +231,7 @@ def test_resting_and_frozen_layers_have_zeros_and_cost_nothing():
     loss = lambda p, x: jnp.mean(jnp.sum(jnp.tanh(jnp.tanh(x @ p["a"]) @ p["b"]) ** 2, axis=1))
     x = normal(6, 3, seed=1)
     layers = capture_layers(loss, params, x)
-    run = value_grad_and_factors(canonical_loss(loss), layers)
+    run = watched_value_and_grad(canonical_loss(loss), layers=layers)
     _, grads, stats = run(params, None, x, None)
     _, same, rested = run(params, None, x, None, jnp.array([True, False]))
     assert not np.any(rested["a"].inputs)
@@ -241,7 +241,9 @@ def test_resting_and_frozen_layers_have_zeros_and_cost_nothing():
     ):
         np.testing.assert_array_equal(got, expected)
     np.testing.assert_array_equal(same["a"], grads["a"])
-    frozen = value_grad_and_factors(canonical_loss(loss), layers, trainable={"a": False, "b": True})
+    frozen = watched_value_and_grad(
+        canonical_loss(loss), layers=layers, trainable={"a": False, "b": True}
+    )
     _, grads, stats = frozen(params, None, x, None)
     assert not np.any(grads["a"])
     assert not np.any(stats["a"].inputs)

@@ -1,0 +1,133 @@
+"""A group loss scale at work: scales by label, whom an overflow is due to, and the loop of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from boostax._tree import leaf_paths
+from boostax.gradients._labels import Labels, label_jaxpr
+from boostax.parallel.reduce import any_device
+
+if TYPE_CHECKING:
+    from boostax.gradients.group_loss_scale import GroupLossScale
+
+__all__ = ["blamed_groups", "by_label", "group_numbers", "labels_of", "leaf_overflows"]
+
+
+def by_label(scales: jax.Array) -> jax.Array:
+    """Return the scale of each label: the two ends have the scale 1."""
+    one = jnp.ones(1, jnp.float32)
+    return jnp.concatenate([one, scales, one])
+
+
+def group_numbers(scaling: GroupLossScale, params: Any) -> list[int]:
+    """Return the group of each leaf, in tree order."""
+    owners = scaling.assign(params)
+    return [owners[path] for path in leaf_paths(params)]
+
+
+def labels_of(
+    scaling: GroupLossScale, jaxpr: Any, params: Any, flags: Sequence[bool], others: int
+) -> Labels:
+    """Label a loss's jaxpr, whose inputs are the leaves of ``params`` and ``others`` more.
+
+    ``flags`` tells which leaves are differentiated.
+    """
+    groups = group_numbers(scaling, params)
+    leaves = [group if flag else None for group, flag in zip(groups, flags, strict=True)]
+    return label_jaxpr(jaxpr, [*leaves, *[None] * others], len(scaling))
+
+
+def leaf_overflows(grads: Sequence[Any], groups: Sequence[int], count: int) -> jax.Array:
+    """Say for each group whether a gradient in it is not finite."""
+    bad = [jnp.bool_(False)] * count
+    for grad, group in zip(grads, groups, strict=True):
+        if jnp.issubdtype(jnp.result_type(grad), jnp.inexact):
+            bad[group - 1] |= ~jnp.all(jnp.isfinite(grad))
+    return jnp.stack(bad)
+
+
+def blamed_groups(
+    labels: Labels, amax: jax.Array, leaves: jax.Array, axes: Any = None
+) -> jax.Array:
+    """Say for each group whether an overflow arose in it.
+
+    It arose in a group that something not finite comes out of, towards its leaves or the groups ahead,
+    and nothing went into. Where no group is so (as where a group has several parts of the network,
+    one behind the other), it arose where the backward pass met it first.
+
+    Args:
+      labels: the boundaries.
+      amax: what they emitted.
+      leaves: bool, one a group: whether a gradient is not finite.
+      axes: names of the mesh axes over which the devices decide together. Default None.
+
+    Returns:
+      bool, one a group. What it holds where all is finite has no meaning.
+    """
+    count = leaves.shape[0]
+    bad = ~jnp.isfinite(amax)
+    if axes is not None:
+        flags = any_device(jnp.concatenate([leaves, bad]), axes)
+        leaves, bad = flags[:count], flags[count:]
+    source, target = labels.sides()
+    numbers = np.arange(1, count + 1)[:, None]
+    out = leaves | jnp.any(bad & (target == numbers), axis=1)
+    into = jnp.any(bad & (source == numbers), axis=1)
+    blamed = out & ~into
+    if bad.shape[0]:
+        # The backward pass goes through the program from its end.
+        first = jnp.argmax(jnp.where(bad, labels.order(), -1))
+        met = jnp.any(bad) & (jnp.arange(1, count + 1) == jnp.asarray(target)[first])
+        blamed = jnp.where(jnp.any(blamed), blamed, met)
+    blamed = jnp.where(jnp.any(blamed), blamed, out)
+    # The loss itself can be infinite where no gradient is.
+    return blamed | ~jnp.any(blamed)
+
+
+def own_group_loop(
+    scaling: GroupLossScale, fun: Callable[..., Any], has_aux: bool, axis_name: Any
+) -> Callable[..., Any]:
+    """Return ``fn(state, params, *args) -> (value, grads, finite, state)``."""
+    from boostax.gradients._statistics import watched_value_and_grad
+    from boostax.gradients.value_and_grad import trained_leaves
+    from boostax.training.contract import LossAux
+
+    if not callable(fun):
+        raise TypeError(f"value_and_grad: fun must be a function, got {type(fun).__name__}")
+    if not isinstance(has_aux, bool):
+        raise TypeError(f"value_and_grad: has_aux must be a bool, got {has_aux!r}")
+
+    def loss(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
+        del model_state, rng
+        args, kwargs = batch
+        value, aux = (
+            fun(params, *args, **kwargs) if has_aux else (fun(params, *args, **kwargs), None)
+        )
+        return value, LossAux(aux=aux)
+
+    def fn(state: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        noted: list[Labels] = []
+        passes = watched_value_and_grad(loss, groups=scaling, note=noted.append)
+        (value, aux), grads, _, amax = passes(
+            params, None, (args, kwargs), None, scales=state.scale
+        )
+        flags = trained_leaves(params, None)
+        chosen = [g for g, flag in zip(jax.tree.leaves(grads), flags, strict=True) if flag]
+        numbers = group_numbers(scaling, params)
+        groups = [n for n, flag in zip(numbers, flags, strict=True) if flag]
+        bad = leaf_overflows(chosen, groups, len(scaling))
+        finite = ~jnp.any(bad) & jnp.isfinite(value)
+        if axis_name is not None:
+            finite = ~any_device(~finite, axis_name)
+        blamed = blamed_groups(noted[-1], amax, bad, axis_name)
+        active = np.isin(np.arange(1, len(scaling) + 1), groups)
+        state = scaling.update(state, finite, blamed=blamed, active=active)
+        return ((value, aux.aux) if has_aux else value), grads, finite, state
+
+    return fn

@@ -1,0 +1,99 @@
+"""Checks of the arguments of loss scales."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+__all__ = ["check_bounds", "check_factor", "check_scale", "check_window", "scale_for"]
+
+_LARGEST = float(np.finfo(np.float32).max)
+# Below, float32 has no room left for what is multiplied by it.
+_SMALLEST = float(np.finfo(np.float32).tiny)
+
+
+def check_number(caller: str, name: str, value: Any) -> float:
+    """Return a real number as a float, or raise a TypeError."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{caller}: {name} must be a number, got {value!r}")
+    return float(value)
+
+
+def check_bounds(caller: str, low: Any, high: Any) -> tuple[float, float]:
+    """Return both bounds."""
+    low, high = check_number(caller, "min_scale", low), check_number(caller, "max_scale", high)
+    if not _SMALLEST <= low <= _LARGEST:
+        raise ValueError(
+            f"{caller}: min_scale must be a float32 number of at least {_SMALLEST:.3g}, got {low}"
+        )
+    if not low <= high <= _LARGEST:
+        raise ValueError(
+            f"{caller}: max_scale must be finite and at least min_scale={low}, got {high}"
+        )
+    return low, high
+
+
+def check_scale(caller: str, name: str, value: Any, low: float, high: float) -> float:
+    """Return a scale between the bounds."""
+    value = check_number(caller, name, value)
+    if not low <= value <= high:
+        raise ValueError(
+            f"{caller}: {name} must lie in [min_scale, max_scale] = [{low:g}, {high:g}], got {value}; "
+            "move the bound, or start elsewhere"
+        )
+    return value
+
+
+def check_factor(caller: str, value: Any) -> float:
+    """Return what a scale grows and shrinks by."""
+    value = check_number(caller, "factor", value)
+    if not (1 < value < math.inf):
+        raise ValueError(f"{caller}: factor must be a finite number > 1, got {value}")
+    return value
+
+
+def check_window(caller: str, value: Any) -> int:
+    """Return how many finite calls a scale waits for."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{caller}: window must be an int >= 1, got {value!r}")
+    if not 1 <= int(value) <= 2**30:
+        raise ValueError(f"{caller}: window must be an int from 1 to 2**30, got {value}")
+    return int(value)
+
+
+def scale_for(name: str, value: Any, shape: tuple[int, ...]) -> jax.Array:
+    """Return a scale that was given as a number or array, as float32 of this shape.
+
+    Args:
+      name: the argument's name, for messages.
+      value: a number, or an array of shape (), (1,) or ``shape``.
+      shape: the shape of the result, () or (groups,).
+
+    Raises:
+      TypeError: it is neither a number nor an array of numbers.
+      ValueError: another shape, or a value that is not finite and above 0.
+    """
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, (bool, np.bool_))
+    is_array = isinstance(value, (np.ndarray, np.generic, jax.Array)) or (
+        shape != () and isinstance(value, (tuple, list))
+    )
+    if is_array:
+        dtype = jnp.result_type(*(value if isinstance(value, (tuple, list)) else (value,)))
+        is_array = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+    allowed = "a number, or an array of shape () or (1,)"
+    if shape:
+        allowed = f"one number for all {shape[0]} groups, or one a group"
+    if not (is_number or is_array):
+        got = f"{value!r} ({type(value).__name__})"
+        raise TypeError(f"{name} must be {allowed}, got {got}")
+    array = np.asarray(value, np.float32)
+    if array.shape not in ((), (1,), shape):
+        raise ValueError(f"{name} must be {allowed}, got the shape {array.shape}")
+    if not np.all(np.isfinite(array)) or not np.all(array >= _SMALLEST):
+        raise ValueError(f"{name} must be finite and above 0 in float32, got {value}")
+    return jnp.broadcast_to(jnp.asarray(array.reshape(() if array.size == 1 else shape)), shape)

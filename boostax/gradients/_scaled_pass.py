@@ -1,0 +1,62 @@
+"""The arithmetic of a scaled backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from boostax import _compat
+
+__all__ = ["divided", "finite_leaves", "pulled", "seed", "unscaled", "wide_zeros"]
+
+
+def pulled(function: Callable[..., tuple[Any, Any]], args: Sequence[Any], scale: Any) -> Any:
+    """Return ``(value, cotangents of args, aux)`` of a backward pass that starts from ``scale``.
+
+    ``function(*args)`` returns ``(value, aux)``.
+    """
+    value, pull, aux = jax.vjp(function, *args, has_aux=True)
+    if jnp.shape(value) != () or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
+        raise TypeError(
+            f"the loss must be a real floating scalar, got shape {jnp.shape(value)} and dtype "
+            f"{jnp.result_type(value)}; take the mean over the batch"
+        )
+    return value, pull(seed(value, scale)), aux
+
+
+def seed(value: Any, scale: Any) -> Any:
+    """Return what the backward pass of ``value`` starts from."""
+    return _compat.like(jnp.asarray(scale).astype(jnp.result_type(value)), value)
+
+
+def unscaled(grads: Any, scale: Any) -> Any:
+    """Return gradients divided by the scale, in float32 or better."""
+    return jax.tree.map(lambda grad: divided(grad, scale), grads)
+
+
+def divided(grad: Any, scale: Any) -> Any:
+    """Return one leaf divided by the scale, in float32 or better."""
+    if not jnp.issubdtype(jnp.result_type(grad), jnp.inexact):
+        return grad
+    wide = grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
+    # Divided, not multiplied by 1 / scale: that is subnormal, and flushed, where the scale is huge.
+    return wide / jnp.asarray(scale, wide.real.dtype)
+
+
+def wide_zeros(leaf: Any) -> jax.Array:
+    """Return zeros for a leaf that is not trained, of the dtype that an unscaled gradient has."""
+    dtype = jnp.result_type(leaf)
+    wide = jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.inexact) else dtype
+    return jnp.zeros_like(leaf, dtype=wide)
+
+
+def finite_leaves(leaves: Sequence[Any]) -> jax.Array:
+    """Say whether all leaves are free of NaN and infinity."""
+    finite = jnp.bool_(True)
+    for leaf in leaves:
+        if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            finite &= jnp.all(jnp.isfinite(leaf))
+    return finite
