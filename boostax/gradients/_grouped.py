@@ -77,8 +77,8 @@ def blamed_groups(
         leaves, bad = flags[:count], flags[count:]
     source, target = labels.sides()
     numbers = np.arange(1, count + 1)[:, None]
-    out = leaves | jnp.any(bad & (target == numbers), axis=1)
-    into = jnp.any(bad & (source == numbers), axis=1)
+    out = leaves | jnp.any(bad[None] & (target == numbers), axis=1)
+    into = jnp.any(bad[None] & (source == numbers), axis=1)
     blamed = out & ~into
     if bad.shape[0]:
         # The backward pass goes through the program from its end.

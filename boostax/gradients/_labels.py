@@ -75,11 +75,12 @@ class Labels:
 
     def order(self) -> np.ndarray:
         """Return for each reading of :meth:`readings` its rank in the order of the program."""
-        keys = []
+        keys: list[tuple[float, ...]] = []
         for at, cuts in self.cuts.items():
             for cut in cuts:
                 for turn in np.ndindex(*cut.lengths):
-                    keys.append((*self._key(at, turn), cut.operand))
+                    # Ahead of all that is in the equation, whatever its number.
+                    keys.append((*self._key(at, turn), -math.inf, cut.operand))
         rank = np.empty(len(keys), np.int32)
         rank[sorted(range(len(keys)), key=keys.__getitem__)] = np.arange(len(keys))
         return rank
