@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -11,17 +10,15 @@ import jax.numpy as jnp
 import optax
 
 from boostax.errors import StateMismatchError
-from boostax.gradients.value_and_grad import trained_leaves
 from boostax.parallel.reduce import Devices
-from boostax.training._arguments import accepted, declaring, merge_state
-from boostax.training._passes import Passes
-from boostax.training._replicas import Replicas
-from boostax.training._scaling import Blame, blame, next_scale, seen_by_tx
+from boostax.training._arguments import accepted, declaring
+from boostax.training._evaluate import Evaluation
+from boostax.training._scaling import next_scale, seen_by_tx
 from boostax.training._settings import Settings
 from boostax.training._step_metrics import step_metrics
 from boostax.training._windows import after_call, after_flush
 from boostax.training.batch_stats import Window, collect_momenta, unknown_momenta
-from boostax.training.contract import CanonicalLoss, LossAux, weight_of
+from boostax.training.contract import CanonicalLoss, weight_of
 from boostax.training.metrics import all_finite
 from boostax.training.state import TrainState
 from boostax.updates._skip import find_state, skip
@@ -56,12 +53,7 @@ class StepFunction:
         self._takes_rng = takes_rng
         self._key_impl = key_impl
         self._momenta = momenta
-        self._gives_weight = False
-        self._model = model  # of nnx; it knows which leaves of its state are random keys
-        # The second can be traced outside of shard_map as well.
-        self._loss = self._prepared(loss, settings.replicas)
-        self._loss_anywhere = self._prepared(loss, None)
-        self._passes = Passes(settings, self._loss, momenta)
+        self._loss = Evaluation(settings, loss, momenta, model)
 
     def __call__(
         self,
@@ -83,10 +75,10 @@ class StepFunction:
             self._look_up_momenta(state, batch)
         wanted = self._wanted(state, due)
         scales = None if state.loss_scale is None else state.loss_scale.scale
-        loss, aux, grads, new_stats, factors, found = self._gradients(
+        loss, aux, grads, new_stats, factors, found = self._loss.gradients(
             here, start, batch, rng, index, traced_index, wanted, scales
         )
-        trained = self._trained(grads, state.params, index)
+        trained = self._loss.trained(grads, state.params, index)
         needs_finite = (
             "finite" in settings.metrics or settings.skip_nonfinite or settings.window_decides
         )  # a loss scale sets skip_nonfinite
@@ -95,11 +87,11 @@ class StepFunction:
         if settings.replicas is not None:
             finite, weight = self._agreed(finite, own_weight)
 
-        value_fn = lambda params: self._value(as_in(here, params), start, batch, rng)
+        value_fn = lambda params: self._loss.value(as_in(here, params), start, batch, rng)
         given: dict[str, Any] = {
             "value": loss,
             "grad": grads,
-            "grad_fn": lambda params, _: self._all_gradients(
+            "grad_fn": lambda params, _: self._loss.all_gradients(
                 as_in(here, params), start, batch, rng, scales
             ),
             "obj_fn": lambda params: value_fn(params),  # optax's Sophia
@@ -123,7 +115,7 @@ class StepFunction:
             updates, opt_state = self.tx.update(grads, opt_state, seen, **given)
             return optax.apply_updates(params, updates), opt_state
 
-        positive = [weight > 0] if self._gives_weight else []
+        positive = [weight > 0] if self._loss.gives_weight else []
         # Inside a window accumulate decides; only a check of the step's own comes before that.
         skips = [finite] if settings.skip_nonfinite and not settings.window_decides else []
         skips += positive if settings.window_policy is None else []
@@ -213,8 +205,8 @@ class StepFunction:
         replicas: Any = self.settings.replicas
         if finite is not None:
             # A device of weight 0 adds nothing, whatever it holds.
-            finite = replicas.agree(finite | (weight == 0) if self._gives_weight else finite)
-        if not self._gives_weight:
+            finite = replicas.agree(finite | (weight == 0) if self._loss.gives_weight else finite)
+        if not self._loss.gives_weight:
             return finite, replicas.total(weight)
         # A weight that is none, on one device, makes the batch's weight 0, which skips.
         sound = replicas.agree(jnp.isfinite(weight) & (weight >= 0))
@@ -224,7 +216,7 @@ class StepFunction:
     def _look_up_momenta(self, state: TrainState, batch: Any) -> None:
         """Note the momenta of the linen modules that the loss calls, where they aren't known yet."""
         if unknown_momenta(state.model_state, self._momenta):
-            loss = lambda s, b: self._loss_anywhere(s.params, s.model_state, b, self._rng(s))[0]
+            loss = lambda s, b: self._loss.anywhere(s.params, s.model_state, b, self._rng(s))[0]
             for path, momentum in collect_momenta(loss, state, batch).items():
                 self._momenta.setdefault(path, momentum)
 
@@ -251,40 +243,11 @@ class StepFunction:
     def gives_weight(self, state: TrainState, batch: Any) -> bool:
         """Trace the loss, and say whether it gives a weight, which may then be 0."""
         jax.eval_shape(
-            lambda s, b: self._loss_anywhere(s.params, s.model_state, b, self._rng(s))[0],
+            lambda s, b: self._loss.anywhere(s.params, s.model_state, b, self._rng(s))[0],
             state,
             batch,
         )
-        return self._gives_weight
-
-    def _prepared(self, loss: CanonicalLoss, replicas: Replicas | None) -> CanonicalLoss:
-        """Note whether the loss gives a weight, and complete the model state it returns.
-
-        Each device draws from a key of its own. With statistics per micro-batch the devices pool
-        them at every micro-batch, else once a call.
-        """
-        alone = replicas is None or replicas.size == 1
-        pools = not alone and self.settings.stats == "per_micro"
-
-        def prepared(
-            params: Any, model_state: Any, batch: Any, rng: Any
-        ) -> tuple[jax.Array, LossAux]:
-            start = model_state
-            if replicas is not None and not alone:
-                index = replicas.index()
-                rng = None if rng is None else jax.random.fold_in(rng, index)
-                if self._model is not None:
-                    model_state = self._model.fold_keys(model_state, index)
-            value, aux = loss(params, model_state, batch, rng)
-            self._gives_weight = aux.weight is not None
-            new = merge_state(model_state, aux.model_state)
-            if not alone and self._model is not None:
-                new = self._model.with_keys_of(start, new)
-            if pools:
-                new = self._pooled(start, new, weight_of(aux, batch))
-            return value, aux.replace(model_state=new)
-
-        return prepared
+        return self._loss.gives_weight
 
     def _rng(self, state: TrainState) -> Any:
         if not self._takes_rng or state.rng is None:
@@ -304,122 +267,10 @@ class StepFunction:
             )
         return None, self.settings.freezing.index_at(frozen.count)
 
-    def _gradients(
-        self,
-        params: Any,
-        start: Any,
-        batch: Any,
-        rng: Any,
-        index: int | None,
-        traced_index: Any,
-        wanted: tuple[Any, Any] | None,
-        scales: Any,
-    ) -> tuple[jax.Array, LossAux, Any, Any, Any, Blame | None]:
-        freezing = self.settings.freezing
-
-        def variant(i: int | None) -> Callable[..., Any]:
-            def run(params: Any, start: Any, batch: Any, rng: Any) -> Any:
-                trainable = None if i is None else freezing.trainable(i)
-                passes = self._passes.with_factors(trainable, wanted, scales)
-                (loss, aux), grads, factors, amax = passes(params, start, batch, rng)
-                stats = start if aux.model_state is None else aux.model_state
-                if self.settings.replicas is not None:
-                    loss, aux, grads, stats = self._combined(
-                        loss, aux, grads, stats, start, batch, trained_leaves(params, trainable)
-                    )
-                if i is not None:
-                    stats = freezing.hold_statistics(i, start, stats)
-                found = self._blame(params, trainable, grads, amax, weight_of(aux, batch))
-                aux = aux.replace(model_state=None, predictive=None)
-                return loss, aux, grads, stats, factors, found
-
-            return run
-
-        if traced_index is None:
-            return variant(index)(params, start, batch, rng)
-        branches = [variant(i) for i in range(freezing.num_indices)]
-        return jax.lax.switch(traced_index, branches, params, start, batch, rng)
-
-    def _blame(
-        self, params: Any, trainable: Any, grads: Any, amax: jax.Array, weight: Any
-    ) -> Blame | None:
-        replicas = self.settings.replicas
-        if replicas is not None and self._gives_weight:
-            amax = jnp.where(weight == 0, 0, amax)
-        return blame(
-            self.settings.loss_scale,
-            self._passes.labels,
-            params,
-            trainable,
-            grads,
-            amax,
-            None if replicas is None else replicas.axes,
-        )
-
-    def _combined(
-        self,
-        loss: jax.Array,
-        aux: LossAux,
-        grads: Any,
-        stats: Any,
-        start: Any,
-        batch: Any,
-        trained: list[bool],
-    ) -> tuple[jax.Array, LossAux, Any, Any]:
-        """Combine what the devices computed; gradients only where ``tx`` does not do it."""
-        replicas: Any = self.settings.replicas
-        weight = weight_of(aux, batch)
-        if self.settings.stats != "per_micro":
-            stats = self._pooled(start, stats, weight)
-        leaves, treedef = jax.tree.flatten(grads)
-        own = [leaf for leaf, flag in zip(leaves, trained, strict=True) if flag]
-        # Without weights the devices' parts are of one size; other processes can have given more.
-        shared = weight if self._gives_weight or jax.process_count() > 1 else None
-        if replicas.exchange == "step":
-            own = replicas.mean(own, shared)
-        elif self._gives_weight:
-            own = [jnp.where(weight == 0, jnp.zeros_like(leaf), leaf) for leaf in own]
-        supply = iter(own)
-        leaves = [
-            next(supply) if flag else leaf for leaf, flag in zip(leaves, trained, strict=True)
-        ]
-        loss, metrics = replicas.mean((loss, _as_floats(aux.metrics)), shared)
-        return loss, aux.replace(metrics=metrics), treedef.unflatten(leaves), stats
-
-    def _pooled(self, start: Any, new: Any, weight: jax.Array) -> Any:
-        replicas: Any = self.settings.replicas
-        momentum = self.settings.batch_norm_momentum
-        return replicas.pooled_state(start, new, weight, self._momenta, momentum)
-
-    def _value(self, params: Any, start: Any, batch: Any, rng: Any) -> jax.Array:
-        nothing = jax.tree.map(lambda _: False, params)
-        (loss, aux), _ = self._passes.value_and_grad(nothing)(params, start, batch, rng)
-        if self.settings.replicas is None:
-            return loss
-        return self.settings.replicas.mean(loss, weight_of(aux, batch))
-
-    def _all_gradients(self, params: Any, start: Any, batch: Any, rng: Any, scales: Any) -> Any:
-        (_, aux), grads = self._passes.value_and_grad(None, scales)(params, start, batch, rng)
-        if self.settings.replicas is None or self.settings.own_gradients:
-            return grads
-        return self.settings.replicas.mean(grads, weight_of(aux, batch))
-
-    def _trained(self, grads: Any, params: Any, index: int | None) -> list[Any]:
-        trainable = None if index is None else self.settings.freezing.trainable(index)
-        flags = trained_leaves(params, trainable)
-        return [g for g, flag in zip(jax.tree.leaves(grads), flags, strict=True) if flag]
-
 
 def as_in(params: Any, given: Any) -> Any:
     """Return parameters that ``tx`` asks for, in the dtypes that the loss takes."""
     return jax.tree.map(lambda p, like: jnp.asarray(p, like.dtype), given, params)
-
-
-def _as_floats(metrics: Mapping[str, Any]) -> dict[str, jax.Array]:
-    return {
-        name: jnp.asarray(value, jnp.promote_types(jnp.result_type(value), jnp.float32))
-        for name, value in metrics.items()
-    }
 
 
 def _all(conditions: list[Any]) -> Any:

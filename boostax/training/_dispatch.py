@@ -10,9 +10,11 @@ import optax
 
 from boostax import _info
 from boostax.errors import StateMismatchError
+from boostax.training._settings import Settings
 from boostax.updates._skip import find_state, find_states
 from boostax.updates._window import AccumulateState
 from boostax.updates.freeze import FreezeState
+from boostax.updates.scale_by_thor import ThorState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +49,38 @@ def check_static_facts(tx: Any, opt_state: Any) -> None:
                 faults.append(fault)
         else:
             raise faults[0]
+
+
+def check_parts(settings: Settings, opt_state: Any) -> None:
+    """Hold what the optimizer state has against what was found in ``tx``."""
+    frozen, windows = (
+        find_states(opt_state, FreezeState),
+        find_state(opt_state, AccumulateState),
+    )
+    if len(frozen) > 1:
+        raise ValueError(
+            f"tx holds {len(frozen)} boostax.freeze, but a step follows one schedule; use one "
+            "Freezing with groups that cover all parameters"
+        )
+    if frozen and settings.freezing is None:
+        raise ValueError(
+            "tx holds a boostax.freeze that can't be seen from outside; pass freezing= to train_step"
+        )
+    if settings.freezing is not None and not frozen:
+        raise ValueError(
+            "freezing was given, but tx holds no boostax.freeze; wrap the optimizer: "
+            "freeze(optimizer, freezing)"
+        )
+    if len(find_states(opt_state, ThorState)) != (settings.layers is not None):
+        raise ValueError(
+            "tx must hold boostax.thor or scale_by_thor once where a step has layers, and where "
+            "it can be seen from outside, or with layers= given to train_step"
+        )
+    if windows is not None and settings.window_policy is None:
+        raise ValueError(
+            "tx holds a boostax.accumulate that can't be seen from outside, so the step can't "
+            "tell its policy; put accumulate around the wrapper instead of into it"
+        )
 
 
 def called_every_window(opt_state: Any) -> bool:

@@ -47,7 +47,7 @@ class Passes:
           scales: None, the loss scale, or those of the groups; gradients are then unscaled. ``amax``
             is what the boundaries between groups emitted.
         """
-        if isinstance(self._settings.loss_scale, GroupLossScale):
+        if scales is not None and isinstance(self._settings.loss_scale, GroupLossScale):
             watched = self._watched(trainable)
             of_part = lambda *given: _without_factors(watched(*given, scales=scales))
         else:

@@ -16,7 +16,12 @@ import optax
 from jax.core import Tracer
 
 from boostax.training._compute import StepFunction
-from boostax.training._dispatch import Position, called_every_window, check_static_facts
+from boostax.training._dispatch import (
+    Position,
+    called_every_window,
+    check_parts,
+    check_static_facts,
+)
 from boostax.training._layout import MadeShapes, check_shapes
 from boostax.training._on_mesh import OnMesh
 from boostax.training._scaling import check_scaling_state, first_scale, seen_by_tx
@@ -33,7 +38,7 @@ from boostax.training._windows import first_window
 from boostax.training.contract import CanonicalLoss, canonical_loss, declared_keywords
 from boostax.training.metrics import injected_learning_rate
 from boostax.training.state import TrainState
-from boostax.updates._skip import find_state, find_states
+from boostax.updates._skip import find_state
 from boostax.updates._window import AccumulateState
 from boostax.updates.freeze import FreezeState
 from boostax.updates.scale_by_thor import ThorState
@@ -152,7 +157,7 @@ class TrainStep:
             params = self._mesh.placed_params(params)
         scaling = self.settings.loss_scale
         opt_state = strong_copy(self.tx.init(seen_by_tx(scaling, params)))
-        self._check_parts(opt_state)
+        self._look_at_parts(opt_state)
         if self.settings.freezing is not None:
             bound = self.settings.freezing.bind(params)
             self.settings = dataclasses.replace(self.settings, freezing=bound)
@@ -332,7 +337,7 @@ class TrainStep:
     def _due(self, state: TrainState) -> bool | None:
         if not self.looks_for_due:
             return None
-        found: Any = find_state(state.opt_state, ThorState)  # _check_parts saw to it
+        found: Any = find_state(state.opt_state, ThorState)  # check_parts saw to it
         return bool(np.asarray(found.due))
 
     def _jitted(self, index: int | None, state: TrainState, *, due: bool | None = None) -> Any:
@@ -376,36 +381,8 @@ class TrainStep:
             self._weighted[structure] = self._function().gives_weight(state, batch)
         return self._weighted[structure]
 
-    def _check_parts(self, opt_state: Any) -> None:
-        """Hold what the optimizer state has against what was found in ``tx``."""
-        frozen, windows = (
-            find_states(opt_state, FreezeState),
-            find_state(opt_state, AccumulateState),
-        )
-        if len(frozen) > 1:
-            raise ValueError(
-                f"tx holds {len(frozen)} boostax.freeze, but a step follows one schedule; use one "
-                "Freezing with groups that cover all parameters"
-            )
-        if frozen and self.settings.freezing is None:
-            raise ValueError(
-                "tx holds a boostax.freeze that can't be seen from outside; pass freezing= to train_step"
-            )
-        if self.settings.freezing is not None and not frozen:
-            raise ValueError(
-                "freezing was given, but tx holds no boostax.freeze; wrap the optimizer: "
-                "freeze(optimizer, freezing)"
-            )
-        if len(find_states(opt_state, ThorState)) != (self.settings.layers is not None):
-            raise ValueError(
-                "tx must hold boostax.thor or scale_by_thor once where a step has layers, and where "
-                "it can be seen from outside, or with layers= given to train_step"
-            )
-        if windows is not None and self.settings.window_policy is None:
-            raise ValueError(
-                "tx holds a boostax.accumulate that can't be seen from outside, so the step can't "
-                "tell its policy; put accumulate around the wrapper instead of into it"
-            )
+    def _look_at_parts(self, opt_state: Any) -> None:
+        check_parts(self.settings, opt_state)
         # The host can count windows only if nothing but accumulate decides when freeze is called.
         self._on_host = self._host_wanted and called_every_window(opt_state)
 
@@ -413,7 +390,7 @@ class TrainStep:
         if self._last is not None and self._last[0]() is state:
             return self._last[1]
         check_static_facts(self.tx, state.opt_state)
-        self._check_parts(state.opt_state)
+        self._look_at_parts(state.opt_state)
         if self._mesh is None:
             check_shapes(state.opt_state, self._made(state.params))
         if not self._on_host:

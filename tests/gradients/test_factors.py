@@ -232,8 +232,8 @@ def test_resting_and_frozen_layers_have_zeros_and_cost_nothing():
     x = normal(6, 3, seed=1)
     layers = capture_layers(loss, params, x)
     run = watched_value_and_grad(canonical_loss(loss), layers=layers)
-    _, grads, stats = run(params, None, x, None)
-    _, same, rested = run(params, None, x, None, jnp.array([True, False]))
+    _, grads, stats, _ = run(params, None, x, None)
+    _, same, rested, _ = run(params, None, x, None, jnp.array([True, False]))
     assert not np.any(rested["a"].inputs)
     assert not np.any(rested["a"].outputs)
     for got, expected in zip(
@@ -244,7 +244,7 @@ def test_resting_and_frozen_layers_have_zeros_and_cost_nothing():
     frozen = watched_value_and_grad(
         canonical_loss(loss), layers=layers, trainable={"a": False, "b": True}
     )
-    _, grads, stats = frozen(params, None, x, None)
+    _, grads, stats, _ = frozen(params, None, x, None)
     assert not np.any(grads["a"])
     assert not np.any(stats["a"].inputs)
     flops = [
