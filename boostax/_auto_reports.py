@@ -11,6 +11,8 @@ from flax import nnx
 
 from boostax import _info, rules
 from boostax._auto_devices import device_notes
+from boostax._auto_scaling import scaling_notes
+from boostax.training._scaling import check_scaling
 from boostax.training.describe import format_table, order_line, parameter_fates
 
 if TYPE_CHECKING:
@@ -47,7 +49,7 @@ class BoostDescription:
       order: the parts of the chain, outermost first.
       parameters: what happens to each parameter, where parameters were given.
       step: the compiled step's costs, where a step, a state and a batch were given.
-      notes: which devices AdaSum combines, where it is on.
+      notes: which devices AdaSum combines, and the loss scale, where they are on.
     """
 
     resolution: rules.Resolution
@@ -113,6 +115,7 @@ def describe_boost(
 ) -> BoostDescription:
     """Do the work of :meth:`AutoBoost.describe`; ``running`` is the step, its state and a batch."""
     step, state, batch = running
+    scaling = check_scaling(boost.loss_scale)
     given = [
         name for name, v in (("step", step), ("state", state), ("batch", batch)) if v is not None
     ]
@@ -122,30 +125,30 @@ def describe_boost(
         told = step.describe(state, batch, **extra)
         resolution = resolution_of(step.tx)
         replicas = step.settings.replicas
-        notes = ()
+        notes = scaling_notes(scaling, step.settings.loss_scale)
         if "adasum" in resolution.enabled and replicas is not None:
-            notes = device_notes(boost.config, replicas.mesh, state.params)
+            notes += device_notes(boost.config, replicas.mesh, state.params)
         return BoostDescription(resolution, told.order, told.parameters, told, notes)
     if isinstance(params, nnx.Module):
         model, params = params, nnx.state(params, nnx.Param)
     else:
         model = params
+    notes = scaling_notes(scaling, scaling)
     # THOR's layers come from a loss, which is not known here.
     unknown = "thor" in boost.enabled and boost.resolution.mode != "enable_all"
     if tx is None and params is not None and not unknown:
         base = None if boost.config.optimizer is not None else optax.identity()
         tx = boost.optimizer(base, model, order=order)
     if tx is None:
-        notes = device_notes(boost.config, None) if "adasum" in boost.enabled else ()
+        notes += device_notes(boost.config, None) if "adasum" in boost.enabled else ()
         if params is not None:
             notes += ("the parameters are told with tx=, because thor needs the layers of a loss",)
         lines = chain_order(boost.config, boost.enabled)
         return BoostDescription(boost.resolution, lines, notes=notes)
     infos = list(_info.walk(tx))
     lines = tuple(order_line(info) for info in infos)
-    fates = () if params is None else parameter_fates(infos, params)
+    fates = () if params is None else parameter_fates(infos, params, scaling)
     resolution = resolution_of(tx)
-    notes = ()
     if "adasum" in resolution.enabled:
-        notes = device_notes(boost.config, None, params)
+        notes += device_notes(boost.config, None, params)
     return BoostDescription(resolution, lines, fates, notes=notes)

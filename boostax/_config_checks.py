@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from boostax._config_loss_scale import scale_faults
 from boostax._config_named import Fault
 from boostax._config_thor import known_rate
 from boostax._exclusions import LINE_SEARCHES, NEEDS_VALUE
@@ -16,7 +17,7 @@ __all__ = ["together"]
 
 def together(config: BoostConfig) -> list[Fault]:
     """Return the faults that only several keys make."""
-    faults = _local(config) + _thor(config)
+    faults = _local(config) + _thor(config) + scale_faults(config)
     axis, inner = config.adasum.axis_name, config.adasum.inner_axis
     if axis is not None and config.common.device_number is not None:
         faults.append(

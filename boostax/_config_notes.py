@@ -79,6 +79,23 @@ def notes(
             )
     if "thor" in resolution.enabled:
         notes += _thor(config, parts)
+    return notes + _loss_scales(config, resolution.enabled)
+
+
+def _loss_scales(config: BoostConfig, enabled: tuple[str, ...]) -> list[str]:
+    notes = []
+    if "loss_scale" in enabled and not config.loss_scale.dynamic:
+        notes += [
+            f"loss_scale.{key} is accepted and has no effect: loss_scale.dynamic is false"
+            for key in ("factor", "window", "min_scale", "max_scale")
+            if key in config.given("loss_scale")
+        ]
+    if "loss_scale_group" in enabled and config.loss_scale_group.rule == "reference":
+        notes += [
+            f"loss_scale_group.{key} is accepted and has no effect: rule reference has its own"
+            for key in ("factor", "window")
+            if key in config.given("loss_scale_group")
+        ]
     return notes
 
 

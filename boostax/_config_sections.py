@@ -15,6 +15,7 @@ import pydantic
 from pydantic import Field
 from pydantic.json_schema import SkipJsonSchema
 
+from boostax._config_loss_scale import LossScale, LossScaleGroup
 from boostax._config_named import Named
 from boostax._config_thor import Thor
 from boostax._config_types import (
@@ -72,6 +73,7 @@ class Boost(Section):
     thor: Flag = Field(
         default=False, description="Natural gradient by layers, ahead of the optimizer (boostax)."
     )
+    loss_scale: Flag = Field(default=False, description="One loss scale, for float16 (boostax).")
 
 
 class Common(Section):
@@ -327,6 +329,8 @@ SECTIONS: dict[str, type[Section]] = {
     "adasum": AdaSum,
     "thor": Thor,
     "dim_reduce": DimReduce,
+    "loss_scale": LossScale,
+    "loss_scale_group": LossScaleGroup,
     "clip": Clip,
     "compare": Compare,
 }

@@ -57,6 +57,11 @@ NORMALISES = frozenset(
 
 EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion(
+        "loss_scale_group",
+        "loss_scale",
+        "the backward pass is scaled once, by one scale for all or by one a group; use one of them",
+    ),
+    Exclusion(
         "dim_reduce",
         "thor",
         "its line search has accepted a point already, which nothing may change afterwards; it takes "

@@ -15,10 +15,13 @@ from boostax._auto_chain import base_optimizer, inner_chain, outer_chain
 from boostax._auto_devices import check_mesh, exchange_part, mesh_of, needs_order
 from boostax._auto_reports import BoostDescription, ModelReport, describe_boost
 from boostax._auto_resolution import absent, base_parts, part_of, resolution_in, with_left_out
+from boostax._auto_scaling import scaling_of
 from boostax._auto_thor import Source, thor_part
 from boostax.config import BoostConfig, load_config
 from boostax.gradients.forward_order import forward_order
+from boostax.gradients.group_loss_scale import GroupLossScale
 from boostax.gradients.layers import CapturedLayers
+from boostax.gradients.loss_scale import DynamicLossScale
 from boostax.training._start import typed_key
 from boostax.training.state import TrainState
 from boostax.training.step import TrainStep, train_step
@@ -98,6 +101,15 @@ class AutoBoost:
             ``adasum.axis_name`` is set, so that you pass a mesh of your own.
         """
         return mesh_of(self.config)
+
+    @functools.cached_property
+    def loss_scale(self) -> DynamicLossScale | GroupLossScale | float | None:
+        """The loss scale that the config means, which :meth:`train_step` takes by default.
+
+        With groups it is also what places boundaries in a model (``x = boost.loss_scale(x, 1, 2)``) and
+        changes one scale of a state (``update_group``). None where no loss scale is on.
+        """
+        return scaling_of(self.config, self.enabled)
 
     def model(
         self, model: Any, *example_inputs: Any, inference: bool = False
@@ -209,8 +221,8 @@ class AutoBoost:
           loss_fn: the loss, by the contract of :func:`boostax.train_step`.
           tx: what :meth:`optimizer` returned.
           **settings: any keyword of :func:`boostax.train_step`; each wins over the config's
-            ``microbatch``, ``stats`` and ``batch_norm_momentum``. Where adasum is on, ``mesh`` is
-            by default :attr:`mesh`.
+            ``microbatch``, ``stats`` and ``batch_norm_momentum``, and ``loss_scale`` over
+            :attr:`loss_scale`. Where adasum is on, ``mesh`` is by default :attr:`mesh`.
 
         Returns:
           The step, with ``init``, ``describe`` and ``step(state, batch)``.
@@ -232,6 +244,8 @@ class AutoBoost:
                 "stats": section.stats,
                 "batch_norm_momentum": section.batch_norm_momentum,
             } | settings
+        if self.loss_scale is not None:
+            settings = {"loss_scale": self.loss_scale} | settings
         if "adasum" in enabled:
             mesh = settings.get("mesh")
             settings["mesh"] = self._own_mesh() if mesh is None else mesh

@@ -18,6 +18,7 @@ from pydantic.json_schema import SkipJsonSchema
 
 from boostax._config_checks import together
 from boostax._config_json import parse_json, repeated
+from boostax._config_loss_scale import LossScale, LossScaleGroup
 from boostax._config_named import Fault, Named, parse, plain, show
 from boostax._config_sections import (
     ALTERNATIVES,
@@ -60,6 +61,8 @@ class BoostConfig(pydantic.BaseModel):
       adasum: what AdaSum combines, how, and over which axes.
       thor: how layers are captured and preconditioned.
       dim_reduce: training in a reduced space.
+      loss_scale: one loss scale, dynamic or fixed.
+      loss_scale_group: groups of parameters, each with a loss scale.
       clip: clipping of the gradient.
       compare: name and level of an arm of ``boostax compare``; changes nothing else.
       optimizer: the base optimizer by name, or None when the caller brings one.
@@ -86,6 +89,8 @@ class BoostConfig(pydantic.BaseModel):
     adasum: AdaSum = AdaSum()
     thor: Thor = Thor()
     dim_reduce: DimReduce = DimReduce()
+    loss_scale: LossScale = LossScale()
+    loss_scale_group: LossScaleGroup = LossScaleGroup()
     clip: Clip = Clip()
     compare: Compare = Compare()
     optimizer: SkipJsonSchema[Named | None] = None
@@ -269,7 +274,8 @@ def _read(raw: Mapping[Any, Any]) -> tuple[dict[str, Any], list[Fault]]:
         ]
     # Faulty values are their defaults by now, so that the rules can list their faults as well.
     config = BoostConfig.model_construct(**sections)
-    faults += together(config) + rules.faults(config)
+    told = {fault.path for fault in faults}
+    faults += [f for f in together(config) + rules.faults(config) if f.path not in told]
     return sections, faults
 
 

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+from boostax._config_loss_scale import NO_GROUPS
 from boostax._config_named import Fault
 from boostax._config_notes import notes
 from boostax._exclusions import EXCLUSIONS, NEEDS_VALUE, WINDOWS, Exclusion
@@ -60,7 +61,8 @@ TECHNIQUES: dict[str, Technique] = {
         Technique("adasum", "update", True, "combines the devices' gradients by AdaSum"),
         Technique("thor", "update", True, "preconditions each layer's gradient by its factors"),
         Technique("dim_reduce", "update", False, "trains in a reduced space"),
-        Technique("loss_scale_group", "gradient", False, "keeps one loss scale per group"),
+        Technique("loss_scale_group", "gradient", True, "keeps one loss scale per group"),
+        Technique("loss_scale", "gradient", True, "keeps float16 gradients in range by one scale"),
     )
 }
 
@@ -165,6 +167,11 @@ def faults(config: BoostConfig) -> list[Fault]:
         if getattr(config.boost, name) and not row.built
     ]
     wanted = {name for name, (on, _) in _wanted(config, "O0").items() if on}
+    if "loss_scale_group" in wanted and config.loss_scale_group.groups is None:
+        more = (
+            "; or leave the flag out, and pass loss_scale=boostax.GroupLossScale(...) to train_step"
+        )
+        found.append(Fault("loss_scale_group.groups", f"missing; {NO_GROUPS}{more}"))
     return found + [
         Fault(f"boost.{row.drops}", _exclusion_text(row)) for row in _clashes(config, wanted)
     ]
@@ -192,10 +199,14 @@ def resolve(config: BoostConfig, level: str = "O0") -> Resolution:
     mode = config.boost.mode
     wanted = _wanted(config, level)
     on = {name for name, (value, _) in wanted.items() if value and TECHNIQUES[name].built}
-    clashes = _clashes(config, on)
+    left_out = {}
+    if "loss_scale_group" in on and config.loss_scale_group.groups is None:
+        # In mode manual that is a fault of the config.
+        left_out["loss_scale_group"] = NO_GROUPS
+    clashes = _clashes(config, on - set(left_out))
     if clashes and mode != "enable_all":
         raise ConfigError(_clash_lines(clashes))
-    left_out = {row.drops: _exclusion_text(row) for row in clashes}
+    left_out |= {row.drops: _exclusion_text(row) for row in clashes}
     decisions = []
     for name, row in TECHNIQUES.items():
         value, reason = wanted[name]

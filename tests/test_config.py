@@ -361,6 +361,78 @@ def test_the_kl_clip_of_thor_finds_its_rate_when_the_config_is_read():
     load_config({**on, "optimizer": adaptive, "thor": {"learning_rate": 0.1}})
 
 
+def test_loss_scales_are_read():
+    one, several = load_config().loss_scale, load_config().loss_scale_group
+    assert one.dynamic is True
+    assert (one.init, one.factor, one.window, one.min_scale, one.max_scale) == (
+        2**15,
+        2,
+        2000,
+        1,
+        2**24,
+    )
+    assert several.groups is None
+    assert (several.init, several.min_scale, several.max_scale) == (2**15, 2**-24, 2**24)
+    assert (several.factor, several.window, several.rule) == (2, 2000, "window")
+    groups = ["a/*", ["b/*", "c/*"]]
+    given = {"groups": groups, "init": [4, 0.5], "max_scale": 8, "rule": "reference"}
+    config = load_config(
+        {"loss_scale": {"init": 2, "window": np.int64(3)}, "loss_scale_group": given}
+    )
+    assert config.loss_scale_group.groups == ("a/*", ("b/*", "c/*"))
+    assert config.loss_scale_group.init == (4.0, 0.5)
+    assert type(config.loss_scale.init) is float
+    assert config.to_dict(defaults=False) == {
+        "loss_scale": {"init": 2.0, "window": 3},
+        "loss_scale_group": given,
+    }
+    assert load_config(json.loads(json.dumps(config.to_dict()))) == config
+    assert hash(load_config(config.to_dict())) == hash(config)
+
+
+def test_faults_of_loss_scales():
+    refused(
+        {
+            "loss_scale": {"dynamic": 1, "init": 0, "factor": 1, "window": True, "min_scale": None},
+            "loss_scale_group": {"groups": "a", "init": [1, "2"], "rule": "windw", "window": 0},
+        },
+        "9 faults",
+        "loss_scale.dynamic: got 1 (a number); allowed: true or false",
+        "loss_scale.init: got 0 (a number); allowed: a number above 0, in float32's range",
+        "loss_scale.factor: got 1 (a number); allowed: a number above 1",
+        "loss_scale.window: got true (a boolean); allowed: an integer from 1 to 1073741824",
+        "loss_scale.min_scale: got null",
+        'loss_scale_group.groups: got "a" (text); allowed: a list with a path pattern, or a list of',
+        "loss_scale_group.init: got (1, '2') (a list)",
+        "loss_scale_group.rule: got \"windw\" (text); allowed: one of 'window', 'reference'. Did you",
+        "loss_scale_group.window: got 0",
+    )
+    # What is missing because it was faulty is told once.
+    flags = {"mode": "manual", "loss_scale_group": True}
+    refused({"boost": flags, "loss_scale_group": {"groups": 3}}, "1 fault", "groups: got 3")
+    refused(
+        {
+            "loss_scale": {"min_scale": 8, "max_scale": 4},
+            "loss_scale_group": {"groups": ["a", "b"], "init": [1, 2], "max_scale": [1, 1]},
+        },
+        "2 faults",
+        "loss_scale.max_scale: is 4, below min_scale = 8",
+        "loss_scale_group.init: is 2 in group 2, out of [min_scale, max_scale]",
+    )
+    refused(
+        {
+            "loss_scale": {"init": 0.5},
+            "loss_scale_group": {"groups": ["a", "b"], "init": [1, 2, 3], "min_scale": [1]},
+        },
+        "3 faults",
+        "loss_scale.init: is 0.5, out of [min_scale, max_scale] = [1, 1.67772e+07]; move the bound",
+        "loss_scale_group.init: has the length 3, but there are 2 groups",
+        "loss_scale_group.min_scale: has the length 1, but there are 2 groups",
+    )
+    # A fixed scale has no bounds.
+    assert load_config({"loss_scale": {"dynamic": False, "init": 0.5}}).loss_scale.init == 0.5
+
+
 def test_axes_of_ones_own_go_with_no_group_size():
     refused(
         {"adasum": {"axis_name": "data"}, "common": {"device_number": 4}},
@@ -648,6 +720,8 @@ def test_the_schema_agrees_with_the_loader():
         {"adasum": {"axis_name": "data", "inner_axis": "local"}},
         {"adasum": {"on": "update", "local_steps": 2, "outer": optimizer}},
         {"thor": {"damping": 0.1, "learning_rate": DECAY, "clip": "tensor", "early": []}},
+        {"loss_scale": {"dynamic": False, "init": 0.5}},
+        {"loss_scale_group": {"groups": ["a", ["b", "c"]], "init": [4, 2.5], "min_scale": 1}},
     ):
         assert validate.is_valid(right)
         load_config(right)
@@ -670,6 +744,17 @@ def test_the_schema_agrees_with_the_loader():
         {"thor": {"damping": {"name": "exponential_decay", "rate": 1}}},
         {"thor": {"clip": "norm"}},
         {"thor": {"split_indices": None}},
+        {"loss_scale": {"init": 0}},
+        {"loss_scale": {"factor": 1}},
+        {"loss_scale": {"dynamic": 0}},
+        {"loss_scale": {"window": 2**31}},
+        {"loss_scale_group": {"groups": "a"}},
+        {"loss_scale_group": {"groups": ["a", []]}},
+        {"loss_scale_group": {"groups": []}},
+        {"loss_scale_group": {"groups": None}},
+        {"loss_scale_group": {"init": []}},
+        {"loss_scale_group": {"init": [1, "2"]}},
+        {"loss_scale_group": {"max_scale": 1e39}},
         {"adasum": {"on": "update", "local_steps": 2, "outer": {"name": "sgd", "rate": 1}}},
     ):
         assert not validate.is_valid(wrong)

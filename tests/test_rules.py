@@ -3,6 +3,7 @@
 import pytest
 
 from boostax import rules
+from boostax._config_loss_scale import NO_GROUPS
 from boostax.config import load_config
 from boostax.errors import ConfigError
 from boostax.rules import EXCLUSIONS, ORDER, TECHNIQUES, resolve
@@ -27,6 +28,7 @@ def test_levels():
         "thor": "off",
         "dim_reduce": "off",
         "loss_scale_group": "off",
+        "loss_scale": "off",
     }
     assert states({}, "O2")["adasum"] == "on"
 
@@ -73,8 +75,11 @@ def test_only_an_explicit_request_for_missing_code_is_refused(name):
 
 
 def test_enable_all_and_disable_all():
-    assert set(resolve(load_config({"boost": {"mode": "enable_all"}})).enabled) == BUILT
-    left = states({"boost": {"mode": "enable_all"}})
+    everything = {"boost": {"mode": "enable_all"}}
+    assert set(resolve(load_config(everything)).enabled) == BUILT - {"loss_scale_group"}
+    grouped = {**everything, "loss_scale_group": {"groups": ["a/*", "b/*"]}}
+    assert set(resolve(load_config(grouped)).enabled) == BUILT - {"loss_scale"}
+    left = states(everything)
     assert {name for name, state in left.items() if state == "not built"} == set(TECHNIQUES) - BUILT
     config = load_config({"boost": {"mode": "disable_all", "grad_freeze": True}})
     resolution = resolve(config, "O2")
@@ -126,9 +131,15 @@ def test_exclusions_are_refused_with_the_reason():
 
 def test_enable_all_leaves_out_what_is_excluded_and_says_why():
     resolution = resolve(load_config({**LBFGS, "boost": {"mode": "enable_all"}}))
-    assert resolution.enabled == ("centralize",)
+    assert resolution.enabled == ("loss_scale", "centralize")
     reasons = {d.technique: d.reason for d in resolution.decisions if d.state == "left out"}
-    assert set(reasons) == {"grad_accumulation", "grad_freeze", "adasum", "thor"}
+    assert set(reasons) == {
+        "grad_accumulation",
+        "grad_freeze",
+        "adasum",
+        "thor",
+        "loss_scale_group",
+    }
     assert "left out" in str(resolution)
 
 
@@ -169,6 +180,59 @@ def test_notes_on_thor():
         "thor.pi_split",
         "thor.learning_rate",
     ]
+
+
+def test_a_group_loss_scale_takes_the_place_of_the_one_scale():
+    flags = {"mode": "manual", "loss_scale": True, "loss_scale_group": True}
+    groups = {"groups": ["a/*", "b/*"]}
+    with pytest.raises(
+        ConfigError, match=r"boost.loss_scale: loss_scale does not go with loss_sca"
+    ):
+        load_config({"boost": flags, "loss_scale_group": groups})
+    for name in ("loss_scale", "loss_scale_group"):
+        one = {"mode": "manual", name: True}
+        assert resolve(load_config({"boost": one, "loss_scale_group": groups})).enabled == (name,)
+    resolution = resolve(
+        load_config(
+            {
+                "boost": {"mode": "enable_all"},
+                "loss_scale_group": groups,
+                "loss_scale": {"init": 4.0},
+            }
+        )
+    )
+    left = {d.technique: d.reason for d in resolution.decisions if d.state == "left out"}
+    assert list(left) == ["loss_scale"]
+    assert "one scale for all or by one a group" in left["loss_scale"]
+    assert (
+        "section loss_scale is accepted and has no effect: loss_scale is left out"
+        in resolution.notes
+    )
+
+
+def test_a_group_loss_scale_without_groups_is_refused_or_left_out():
+    with pytest.raises(
+        ConfigError, match=r"- loss_scale_group.groups: missing; .* set loss_scale_gr"
+    ):
+        load_config({"boost": {"mode": "manual", "loss_scale_group": True}})
+    load_config({"boost": {"loss_scale_group": True}})
+    resolution = resolve(load_config({"boost": {"mode": "enable_all"}}))
+    (left,) = (d for d in resolution.decisions if d.state == "left out")
+    assert (left.technique, left.reason) == ("loss_scale_group", NO_GROUPS)
+
+
+def test_notes_on_loss_scales():
+    def notes(name, **section):
+        config = {"boost": {"mode": "manual", name: True}, name: section}
+        return resolve(load_config(config)).notes
+
+    assert notes("loss_scale", init=8.0, window=3, factor=2.0) == ()
+    idle = notes("loss_scale", dynamic=False, init=8.0, window=3, max_scale=2.0)
+    assert [note.split(" ")[0] for note in idle] == ["loss_scale.window", "loss_scale.max_scale"]
+    assert all("loss_scale.dynamic is false" in note for note in idle)
+    assert notes("loss_scale_group", groups=["*"], window=3) == ()
+    idle = notes("loss_scale_group", groups=["*"], rule="reference", window=3, init=4.0)
+    assert [note.split(" ")[0] for note in idle] == ["loss_scale_group.window"]
 
 
 def test_thor_gives_way_to_dim_reduce():

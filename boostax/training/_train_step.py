@@ -282,6 +282,10 @@ class TrainStep:
         passed = self._without_idle_counter(state, batch)
         return self._jitted(index, passed, due=due).lower(passed, batch, extra)
 
+    def wrapped_key(self, raw: jax.Array) -> jax.Array:
+        """Return the key that ``TrainState.rng`` holds the raw data of."""
+        return jax.random.wrap_key_data(raw, impl=self._key_impl)
+
     def canonical(self) -> CanonicalLoss:
         """Return the loss as ``(params, model_state, batch, rng) -> (loss, LossAux)``."""
         if self._nnx is not None:

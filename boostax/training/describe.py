@@ -13,8 +13,25 @@ import optax
 
 from boostax import _info
 from boostax._tree import path_string
+from boostax.training._describe_scaling import (
+    ScaleBoundary,
+    ScaleGroup,
+    group_fates,
+    scale_boundaries,
+    scale_groups,
+    scaling_words,
+)
+from boostax.training.metrics import OF_FREEZING, OF_SCALING
 
-__all__ = ["Cost", "ParameterFate", "StepDescription", "describe_step", "format_table"]
+__all__ = [
+    "Cost",
+    "ParameterFate",
+    "ScaleBoundary",
+    "ScaleGroup",
+    "StepDescription",
+    "describe_step",
+    "format_table",
+]
 
 _COMBINED_BY = {
     "step": "the step, as their mean, ahead of tx",
@@ -61,6 +78,9 @@ class StepDescription:
       variants: the cost of each compiled variant.
       settings: the step's own settings.
       notes: anything else that is worth knowing.
+      scale_groups: one :class:`ScaleGroup` a group of a :class:`boostax.GroupLossScale`.
+      scale_boundaries: one :class:`ScaleBoundary` for each place between groups, in the order of
+        the loss's program, while all leaves are trained.
     """
 
     order: tuple[str, ...]
@@ -69,6 +89,8 @@ class StepDescription:
     variants: tuple[Cost, ...]
     settings: Mapping[str, Any]
     notes: tuple[str, ...] = ()
+    scale_groups: tuple[ScaleGroup, ...] = ()
+    scale_boundaries: tuple[ScaleBoundary, ...] = ()
 
     def __str__(self) -> str:
         lines = ["order (outermost first)"]
@@ -81,6 +103,7 @@ class StepDescription:
                 for p in self.parameters
             ],
         )
+        lines += self._scale_lines()
         lines += ["", "compiled steps (ratios to the plain step)"]
         lines += format_table(
             ("step", "FLOPs", "ratio", "bytes", "ratio", "temp bytes", "ratio"),
@@ -89,6 +112,20 @@ class StepDescription:
         lines += ["", "settings: " + ", ".join(f"{k}={v}" for k, v in self.settings.items())]
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
+
+    def _scale_lines(self) -> list[str]:
+        if not self.scale_groups:
+            return []
+        lines = ["", "groups of the loss scale"]
+        lines += format_table(
+            ("group", "first scale", "leaves"),
+            [(str(g.number), f"{g.init:g}", ", ".join(g.leaves)) for g in self.scale_groups],
+        )
+        lines += ["", "boundaries between them (equations of the loss's jaxpr, forward)"]
+        rows = [
+            (b.equation, b.before, b.after, b.what, str(b.times)) for b in self.scale_boundaries
+        ]
+        return lines + format_table(("ahead of", "from", "to", "value", "times"), rows)
 
     def _cost_row(self, cost: Cost) -> tuple[str, ...]:
         row = [cost.name]
@@ -126,7 +163,7 @@ def describe_step(step: Any, state: Any, batch: Any, extra: Mapping[str, Any]) -
         variants.append(compiled_cost(name, lowered.compile()))
     plain = plain_step(step)
     plain_state = abstract.replace(
-        opt_state=plain.abstract_opt_state(abstract.params, extra), window=None
+        opt_state=plain.abstract_opt_state(abstract.params, extra), window=None, loss_scale=None
     )
     plain_cost = compiled_cost("plain", plain.lower(plain_state, batch, **extra).compile())
     notes = []
@@ -143,6 +180,9 @@ def describe_step(step: Any, state: Any, batch: Any, extra: Mapping[str, Any]) -
     if freezing is not None:
         notes.append("after the end of the freeze schedule nothing is frozen")
     shown = {"microbatch": step.settings.microbatch, "skip_nonfinite": step.settings.skip_nonfinite}
+    scaling = step.settings.loss_scale
+    if scaling is not None:
+        shown["loss_scale"] = scaling_words(scaling)
     replicas = step.settings.replicas
     if replicas is not None:
         over = " x ".join(f"{replicas.mesh.shape[axis]} {axis!r}" for axis in replicas.axes)
@@ -153,26 +193,30 @@ def describe_step(step: Any, state: Any, batch: Any, extra: Mapping[str, Any]) -
         shown["stats"] = step.settings.stats
     return StepDescription(
         order=tuple(order_line(info) for info in infos),
-        parameters=parameter_fates(infos, abstract.params),
+        parameters=parameter_fates(infos, abstract.params, scaling),
         plain=plain_cost,
         variants=tuple(variants),
         settings=shown,
         notes=tuple(notes),
+        scale_groups=scale_groups(scaling, abstract.params),
+        scale_boundaries=scale_boundaries(step, abstract, batch),
     )
 
 
-def parameter_fates(infos: Sequence[_info.TransformInfo], params: Any) -> tuple[ParameterFate, ...]:
-    """Tell for every parameter what each of the transformations does to it."""
+def parameter_fates(
+    infos: Sequence[_info.TransformInfo], params: Any, scaling: Any = None
+) -> tuple[ParameterFate, ...]:
+    """Tell for every parameter what each of the transformations and the loss scale do to it."""
+    groups = group_fates(scaling, params)
     told = [(info.name, info.fates(params)) for info in infos if info.fates is not None]
     fates = []
     for key_path, leaf in jax.tree_util.tree_leaves_with_path(params):
         path = path_string(key_path)
         parts = [f"{name}: {by_path[path]}" for name, by_path in told if path in by_path]
-        fates.append(
-            ParameterFate(
-                path, tuple(np.shape(leaf)), str(leaf.dtype), "; ".join(parts) or "trained as usual"
-            )
-        )
+        parts = parts or ["trained as usual"]
+        if path in groups:
+            parts.append(f"loss scale: {groups[path]}")
+        fates.append(ParameterFate(path, tuple(np.shape(leaf)), str(leaf.dtype), "; ".join(parts)))
     return tuple(fates)
 
 
@@ -191,7 +235,7 @@ def compiled_cost(name: str, compiled: Any) -> Cost:
 
 
 def plain_step(step: Any) -> Any:
-    """Return the same step without boostax's wrappers: the whole batch, nothing frozen."""
+    """Return the same step without boostax: the whole batch, nothing frozen, no loss scale."""
     tx = optax.with_extra_args_support(_info.plain_of(step.tx))
     replicas = step.settings.replicas
     if replicas is not None:
@@ -199,13 +243,16 @@ def plain_step(step: Any) -> Any:
         replicas = dataclasses.replace(replicas, exchange=exchange)
     settings = dataclasses.replace(
         step.settings,
-        metrics=tuple(m for m in step.settings.metrics if m != "freeze_index"),
+        metrics=tuple(m for m in step.settings.metrics if m not in (*OF_FREEZING, *OF_SCALING)),
         freezing=None,
         layers=None if _info.find(tx, "scale_by_thor") is None else step.settings.layers,
         microbatch=1,
         window_policy=None,
         window_every=None,
         replicas=replicas,
+        loss_scale=None,
+        # A loss scale sets it.
+        skip_nonfinite=step.settings.skip_nonfinite and step.settings.loss_scale is None,
     )
     return step.with_settings(settings, tx)
 

@@ -10,7 +10,15 @@ import jax.numpy as jnp
 
 from boostax.errors import did_you_mean
 
-__all__ = ["METRICS", "all_finite", "check_metrics", "global_norm", "injected_learning_rate"]
+__all__ = [
+    "METRICS",
+    "OF_FREEZING",
+    "OF_SCALING",
+    "all_finite",
+    "check_metrics",
+    "global_norm",
+    "injected_learning_rate",
+]
 
 METRICS = (
     "loss",
@@ -24,7 +32,7 @@ METRICS = (
     "overflow",
 )
 # Those that a step without freezing, or without a loss scale, can't report.
-_OF_FREEZING, _OF_SCALING = ("freeze_index",), ("loss_scale", "overflow")
+OF_FREEZING, OF_SCALING = ("freeze_index",), ("loss_scale", "overflow")
 
 
 def check_metrics(
@@ -35,7 +43,7 @@ def check_metrics(
     Returns:
       The names to report, and whether they were asked for by name (then all must be available).
     """
-    lacking = (() if freezes else _OF_FREEZING) + (() if scales else _OF_SCALING)
+    lacking = (() if freezes else OF_FREEZING) + (() if scales else OF_SCALING)
     if metrics is None:
         return tuple(m for m in METRICS if m not in lacking), False
     if isinstance(metrics, str):
@@ -51,7 +59,7 @@ def check_metrics(
             )
     for name in names:
         if name in lacking:
-            needed = "freezing=" if name in _OF_FREEZING else "loss_scale="
+            needed = "freezing=" if name in OF_FREEZING else "loss_scale="
             raise ValueError(f"metrics: {name!r} needs {needed}; pass it or leave the name out")
     return names, True
 

@@ -94,6 +94,13 @@ def _windows_of_thor():
     return boostax.accumulate(thor, 2)
 
 
+def _windows_that_freeze():
+    """Windows of two around freezing, centralization and a clip that binds."""
+    inner = optax.chain(boostax.centralize(), optax.clip_by_global_norm(0.1), programs.momentum())
+    frozen = boostax.freeze(inner, programs.freezing((0, 1, 0, 1)))
+    return boostax.accumulate(frozen, 2, nonfinite="skip_window")
+
+
 def _everything(learning_rate):
     inner = optax.chain(boostax.centralize(), optax.adam(learning_rate, eps=1e-3))
     return boostax.accumulate(boostax.freeze(inner, programs.freezing((0, 2, 1))), 2)
@@ -277,6 +284,31 @@ ROWS: tuple[Row, ...] = (
         does_not_apply=_NOT_A_TRANSFORMATION,
     ),
     Row(
+        # Powers of two: in float32 the gradients are those of no scale, bit for bit.
+        name="train_step_loss_scale",
+        covers=("train_step", "DynamicLossScale"),
+        seam="all",
+        cycle=2,
+        program=programs.plain_step(
+            loss_scale=boostax.DynamicLossScale(init=2.0**8, window=2, max_scale=2.0**9)
+        ),
+        does_not_apply=_NOT_A_TRANSFORMATION,
+    ),
+    Row(
+        name="train_step_loss_scale_group",
+        covers=("train_step", "GroupLossScale", "accumulate", "freeze", "centralize"),
+        seam="all",
+        cycle=4,
+        variants=2,
+        program=programs.plain_step(
+            _windows_that_freeze,
+            loss_scale=boostax.GroupLossScale(
+                ["layers_0/*", "layers_[12]/*"], init=[2.0**6, 2.0**8], window=3
+            ),
+        ),
+        does_not_apply=_NOT_A_TRANSFORMATION,
+    ),
+    Row(
         name="train_step_mesh_adasum",
         covers=("train_step", "adasum", "accumulate"),
         seam="all",
@@ -321,6 +353,8 @@ CONFIG_NAMES: dict[str, str] = {
     "centralize": "centralize",
     "adasum": "adasum",
     "thor": "thor",
+    "loss_scale": "DynamicLossScale",
+    "loss_scale_group": "GroupLossScale",
 }
 
 # Public names that are no technique, each with what it is instead.
@@ -337,6 +371,8 @@ NOT_TECHNIQUES: dict[str, str] = {
     "has_updated": "reads the state of accumulate",
     "FreezeState": "the state of freeze",
     "ThorState": "the state of scale_by_thor and thor",
+    "LossScaleState": "the state of DynamicLossScale and GroupLossScale",
+    "set_loss_scale": "changes the state of a loss scale from the host",
     "LossAux": "what a loss function returns",
     "Categorical": "a part of what a loss function returns",
     "Gaussian": "a part of what a loss function returns",
