@@ -24,6 +24,9 @@ _PARTS = {
     "thor": "scale_by_thor",
 }
 
+# Techniques whose notes depend on the base optimizer.
+_NOTED = frozenset({"thor", "loss_scale", "loss_scale_group"})
+
 
 def part_of(config: BoostConfig, name: str) -> str:
     """Return the name of the part that a technique puts into the chain."""
@@ -58,7 +61,7 @@ def resolution_in(config: BoostConfig, resolution: rules.Resolution, tx: Any) ->
     """Return the resolution as it is in ``tx``: ``enable_all`` leaves out what clashes."""
     base = _info.noted_plain(tx)
     if resolution.mode != "enable_all":
-        if "thor" not in resolution.enabled or base is None:
+        if base is None or not _NOTED & set(resolution.enabled):
             return resolution
         return rules.without(config, resolution, {}, base_parts(config, base))
     enabled = resolution.enabled

@@ -96,9 +96,9 @@ def scale_faults(config: BoostConfig) -> list[Fault]:
     if wrong:
         return faults + wrong
     for i in range(count):
-        row = {key: value[i] if key in lists else value for key, value in values.items()}
+        low, first, high = (v[i] if isinstance(v, tuple) else v for v in values.values())
         where = f" in group {i + 1}" if lists else ""
-        found = _bounds("loss_scale_group", *row.values(), where)
+        found = _bounds("loss_scale_group", low, first, high, where)
         if found:
             return faults + found
     return faults
