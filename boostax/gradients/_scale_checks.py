@@ -10,7 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["check_bounds", "check_factor", "check_scale", "check_window", "scale_for"]
+__all__ = [
+    "check_argnums",
+    "check_bounds",
+    "check_differentiable",
+    "check_factor",
+    "check_scale",
+    "check_window",
+    "scale_for",
+]
 
 _LARGEST = float(np.finfo(np.float32).max)
 # Below, float32 has no room left for what is multiplied by it.
@@ -66,7 +74,30 @@ def check_window(caller: str, value: Any) -> int:
     return int(value)
 
 
-def scale_for(name: str, value: Any, shape: tuple[int, ...]) -> jax.Array:
+def check_argnums(value: Any) -> tuple[int, ...]:
+    """Return which positional arguments are differentiated."""
+    several = isinstance(value, (tuple, list))
+    chosen = tuple(value) if several else (value,)
+    if not chosen or not all(
+        isinstance(n, numbers.Integral) and not isinstance(n, (bool, np.bool_)) for n in chosen
+    ):
+        raise TypeError(
+            f"value_and_grad: argnums must be an int or a non-empty tuple of them, got {value!r}"
+        )
+    return tuple(int(n) for n in chosen)
+
+
+def check_differentiable(number: int, value: Any) -> None:
+    """Raise where a positional argument has leaves without gradients."""
+    for leaf in jax.tree.leaves(value):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            raise TypeError(
+                f"value_and_grad: argument {number} has a leaf of dtype {jnp.result_type(leaf)}, which "
+                "has no gradient; pass such leaves in an argument that argnums leaves out"
+            )
+
+
+def scale_for(name: str, value: Any, shape: tuple[int, ...]) -> np.ndarray:
     """Return a scale that was given as a number or array, as float32 of this shape.
 
     Args:
@@ -91,9 +122,10 @@ def scale_for(name: str, value: Any, shape: tuple[int, ...]) -> jax.Array:
     if not (is_number or is_array):
         got = f"{value!r} ({type(value).__name__})"
         raise TypeError(f"{name} must be {allowed}, got {got}")
-    array = np.asarray(value, np.float32)
+    array = np.asarray(value, np.float64)
     if array.shape not in ((), (1,), shape):
         raise ValueError(f"{name} must be {allowed}, got the shape {array.shape}")
-    if not np.all(np.isfinite(array)) or not np.all(array >= _SMALLEST):
+    if not np.all((array >= _SMALLEST) & (array <= _LARGEST)):
         raise ValueError(f"{name} must be finite and above 0 in float32, got {value}")
-    return jnp.broadcast_to(jnp.asarray(array.reshape(() if array.size == 1 else shape)), shape)
+    array = array.astype(np.float32).reshape(() if array.size == 1 else shape)
+    return np.broadcast_to(array, shape)

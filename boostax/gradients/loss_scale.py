@@ -15,9 +15,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 
 from boostax.gradients._scale_checks import (
+    check_argnums,
     check_bounds,
+    check_differentiable,
     check_factor,
     check_scale,
     check_window,
@@ -214,9 +218,18 @@ def own_loop(
         raise TypeError(f"value_and_grad: fun must be a function, got {type(fun).__name__}")
     if not isinstance(has_aux, bool):
         raise TypeError(f"value_and_grad: has_aux must be a bool, got {has_aux!r}")
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    numbers = check_argnums(argnums)
 
     def fn(state: LossScaleState, *args: Any, **kwargs: Any) -> Any:
+        check_own_state(state, ())
+        for number in numbers:
+            if not -len(args) <= number < len(args):
+                raise ValueError(
+                    f"value_and_grad: argnums={number}, but there are {len(args)} positional "
+                    "arguments behind the state"
+                )
+            check_differentiable(number, args[number])
+
         def of_chosen(*chosen: Any) -> Any:
             given = list(args)
             for number, value in zip(numbers, chosen, strict=True):
@@ -230,10 +243,25 @@ def own_loop(
         if axis_name is not None:
             finite = all_devices(finite, axis_name)
         shown = (value, aux) if has_aux else value
-        chosen = grads[0] if isinstance(argnums, int) else tuple(grads)
+        chosen = tuple(grads) if isinstance(argnums, (tuple, list)) else grads[0]
         return shown, chosen, finite, scaling.update(state, finite)
 
     return fn
+
+
+def check_own_state(state: Any, shape: tuple[int, ...]) -> None:
+    """Raise where a loop of one's own passes something else than a state with scales of ``shape``."""
+    if not isinstance(state, LossScaleState):
+        raise TypeError(
+            "value_and_grad: state must be a boostax.LossScaleState, the first argument, got "
+            f"{type(state).__name__}; start with init_state()"
+        )
+    if jnp.shape(state.scale) != shape:
+        of = lambda s: f"the scales of {s[0]} groups" if s else "one scale"
+        raise ValueError(
+            f"value_and_grad: the state has {of(jnp.shape(state.scale))}, this loss scale "
+            f"{of(shape)}; start with init_state()"
+        )
 
 
 def set_loss_scale(state: Any, value: Any) -> Any:
@@ -260,12 +288,12 @@ def set_loss_scale(state: Any, value: Any) -> Any:
       128.0
     """
     if isinstance(state, LossScaleState):
-        scale = scale_for("set_loss_scale: value", value, jnp.shape(state.scale))
-        placed = lambda new, old: jax.device_put(new, old.sharding)
+        shape = jnp.shape(state.scale)
+        scale, zero = scale_for("set_loss_scale: value", value, shape), np.zeros(shape, np.int32)
         return state._replace(
-            scale=placed(scale, state.scale),
-            good_steps=placed(jnp.zeros_like(state.good_steps), state.good_steps),
-            stuck=placed(jnp.zeros_like(state.stuck), state.stuck),
+            scale=_placed_as(state.scale, scale),
+            good_steps=_placed_as(state.good_steps, zero),
+            stuck=_placed_as(state.stuck, zero),
         )
     if not hasattr(state, "loss_scale"):
         raise TypeError(
@@ -277,3 +305,9 @@ def set_loss_scale(state: Any, value: Any) -> Any:
             "set_loss_scale: this train state has no loss scale; pass loss_scale= to train_step"
         )
     return state.replace(loss_scale=set_loss_scale(state.loss_scale, value))
+
+
+def _placed_as(old: Any, new: np.ndarray) -> jax.Array:
+    """Return ``new`` where ``old`` lies: an array that is bound to a device compiles anew."""
+    bound = isinstance(old, jax.Array) and not isinstance(old, Tracer) and old.committed
+    return jax.device_put(new, old.sharding) if bound else jnp.asarray(new)
