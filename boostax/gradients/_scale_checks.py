@@ -113,9 +113,7 @@ def scale_for(name: str, value: Any, shape: tuple[int, ...]) -> np.ndarray:
     is_array = isinstance(value, (np.ndarray, np.generic, jax.Array)) or (
         shape != () and isinstance(value, (tuple, list))
     )
-    if is_array:
-        dtype = jnp.result_type(*(value if isinstance(value, (tuple, list)) else (value,)))
-        is_array = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+    is_array = is_array and _is_real(value)
     allowed = "a number, or an array of shape () or (1,)"
     if shape:
         allowed = f"one number for all {shape[0]} groups, or one a group"
@@ -129,3 +127,11 @@ def scale_for(name: str, value: Any, shape: tuple[int, ...]) -> np.ndarray:
         raise ValueError(f"{name} must be finite and above 0 in float32, got {value}")
     array = array.astype(np.float32).reshape(() if array.size == 1 else shape)
     return np.broadcast_to(array, shape)
+
+
+def _is_real(value: Any) -> bool:
+    try:
+        dtype = jnp.result_type(*(value if isinstance(value, (tuple, list)) else (value,)))
+    except (TypeError, ValueError):
+        return False
+    return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
