@@ -61,9 +61,10 @@ def resolution_in(config: BoostConfig, resolution: rules.Resolution, tx: Any) ->
     """Return the resolution as it is in ``tx``: ``enable_all`` leaves out what clashes."""
     base = _info.noted_plain(tx)
     if resolution.mode != "enable_all":
-        if base is None or not _NOTED & set(resolution.enabled):
+        if not _NOTED & set(resolution.enabled):
             return resolution
-        return rules.without(config, resolution, {}, base_parts(config, base))
+        parts = base_parts(config, tx if base is None else base)
+        return rules.without(config, resolution, {}, parts)
     enabled = resolution.enabled
     parts = rules.optimizer_parts(tx) if base is None else base_parts(config, base)
     among = None if base is not None else absent(config, tx, enabled)
