@@ -11,6 +11,7 @@ import numpy as np
 
 from boostax._tree import leaf_paths
 from boostax.gradients._labels import Labels, label_jaxpr
+from boostax.gradients.loss_scale import check_own_state
 from boostax.parallel.reduce import any_device
 
 if TYPE_CHECKING:
@@ -112,6 +113,7 @@ def own_group_loop(
         return value, LossAux(aux=aux)
 
     def fn(state: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        check_own_state(state, (len(scaling),))
         noted: list[Labels] = []
         passes = watched_value_and_grad(loss, groups=scaling, note=noted.append)
         (value, aux), grads, _, amax = passes(

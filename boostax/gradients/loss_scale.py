@@ -160,7 +160,9 @@ class DynamicLossScale:
           ``lax.cond``.
 
         Raises:
-          TypeError: when traced: the result is no real floating scalar.
+          TypeError: an argument has a wrong type. When traced: ``state`` is no ``LossScaleState``, a
+            chosen argument has leaves without gradients, or the result is no real floating scalar.
+          ValueError: when traced: ``argnums`` is out of range, or ``state`` is that of groups.
         """
         return own_loop(self, fun, argnums, has_aux, axis_name)
 

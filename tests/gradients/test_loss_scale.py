@@ -242,9 +242,11 @@ class TestOwnLoop:
             scaling.value_and_grad(times)(state, jnp.ones(2), one)
         with pytest.raises(TypeError, match=r"real floating scalar, got shape \(\) and dtype int"):
             scaling.value_and_grad(lambda p: jnp.int32(p))(state, one)
-        groups = boostax.GroupLossScale(["a", "b"]).init_state()
+        groups = boostax.GroupLossScale(["a", "b"])
         with pytest.raises(ValueError, match=r"value_and_grad: the state has the scales of 2 gro"):
-            scaling.value_and_grad(times)(groups, one, one)
+            scaling.value_and_grad(times)(groups.init_state(), one, one)
+        with pytest.raises(ValueError, match=r"the state has one scale, .* the scales of 2 groups"):
+            groups.value_and_grad(lambda p: p["a"] * p["b"])(state, {"a": one, "b": one})
 
 
 def _smooth(p):

@@ -337,7 +337,6 @@ class TestDevices:
                 id="adasum-8",
                 marks=pytest.mark.slow,
             ),
-            pytest.param(2, "Auto", boostax.accumulate(optax.sgd(1.0, 0.5), 1), id="accumulate-2"),
         ],
     )
     def test_decide_together(self, count, kind, tx):
@@ -362,7 +361,25 @@ class TestDevices:
         np.testing.assert_allclose(state.params, [-4.25, -8.5], rtol=1e-3)
         for leaf in jax.tree.leaves((state.params, state.opt_state, state.loss_scale)):
             assert len({np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards}) == 1
+        _, metrics = step(set_loss_scale(state, 64), good)
+        assert (float(metrics["loss_scale"]), bool(metrics["overflow"])) == (64, False)
         assert step._jitted(None, state)._cache_size() == 1
+
+    def test_where_replicas_differ(self):
+        """Two local steps, then the mean of what was moved; an overflow on one device is no step."""
+        mesh = jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=jax.devices()[:2])
+        tx = boostax.local_steps(optax.sgd(1.0, 0.5), 2, boostax.all_reduce("data"))
+        scaling = DynamicLossScale(1024, window=2)
+        step = boostax.train_step(linear, tx, mesh=mesh, loss_scale=scaling)
+        state, seen = step.init(jnp.zeros(2, jnp.float16)), []
+        good, bad = rows([1, 2], [3, 4]), rows([1, 2], [INF, 4])
+        for batch in (good, good, bad, good, good):
+            state, _ = step(state, batch.astype(np.float16))
+            seen.append((float(state.loss_scale.scale), *state.params.tolist()))
+        # The traces are 1, 1.5, 1.75 and 1.875 times the gradients, whose mean is (2, 3).
+        moved = [0, 2.5, 2.5, 2.5, 6.125]
+        scales = [1024, 2048, 1024, 1024, 2048]
+        assert seen == [(s, -2 * m, -3 * m) for s, m in zip(scales, moved, strict=True)]
 
     def test_a_device_of_weight_zero_adds_nothing(self):
         def loss(params, batch):
