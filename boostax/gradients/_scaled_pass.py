@@ -10,13 +10,13 @@ import jax.numpy as jnp
 
 from boostax import _compat
 
-__all__ = ["divided", "finite_leaves", "pulled", "seed", "unscaled", "wide_zeros"]
+__all__ = ["divided", "finite_leaves", "pulled", "seed", "wide_zeros"]
 
 
 def pulled(function: Callable[..., tuple[Any, Any]], args: Sequence[Any], scale: Any) -> Any:
-    """Return ``(value, cotangents of args, aux)`` of a backward pass that starts from ``scale``.
+    """Return ``(value, gradients of args, aux)`` of a backward pass that starts from ``scale``.
 
-    ``function(*args)`` returns ``(value, aux)``.
+    ``function(*args)`` returns ``(value, aux)``. The gradients are unscaled.
     """
     value, pull, aux = jax.vjp(function, *args, has_aux=True)
     if jnp.shape(value) != () or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
@@ -24,7 +24,9 @@ def pulled(function: Callable[..., tuple[Any, Any]], args: Sequence[Any], scale:
             f"the loss must be a real floating scalar, got shape {jnp.shape(value)} and dtype "
             f"{jnp.result_type(value)}; take the mean over the batch"
         )
-    return value, pull(seed(value, scale)), aux
+    # A float16 loss rounds a scale that is no power of two: the rounded one is what was used.
+    used = jnp.asarray(scale).astype(jnp.result_type(value))
+    return value, unscaled(pull(_compat.like(used, value)), used), aux
 
 
 def seed(value: Any, scale: Any) -> Any:

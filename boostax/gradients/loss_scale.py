@@ -27,7 +27,7 @@ from boostax.gradients._scale_checks import (
     check_window,
     scale_for,
 )
-from boostax.gradients._scaled_pass import finite_leaves, pulled, unscaled
+from boostax.gradients._scaled_pass import finite_leaves, pulled
 from boostax.parallel.reduce import all_devices
 
 __all__ = ["DynamicLossScale", "FixedLossScale", "LossScaleState", "set_loss_scale"]
@@ -240,7 +240,6 @@ def own_loop(
             return out if has_aux else (out, None)
 
         value, grads, aux = pulled(of_chosen, [args[n] for n in numbers], state.scale)
-        grads = unscaled(grads, state.scale)
         finite = finite_leaves([value, *jax.tree.leaves(grads)])
         if axis_name is not None:
             finite = all_devices(finite, axis_name)

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from boostax.gradients._scaled_pass import pulled, unscaled, wide_zeros
+from boostax.gradients._scaled_pass import pulled, wide_zeros
 from boostax.training.contract import CanonicalLoss, LossAux
 
 __all__ = ["trained_leaves", "value_and_grad"]
@@ -72,7 +72,6 @@ def value_and_grad(loss: CanonicalLoss, *, trainable: Any | None = None) -> Valu
             (value, aux), grads = jax.value_and_grad(of_trained, has_aux=True)(trained)
         else:
             value, (grads,), aux = pulled(of_trained, [trained], scale)
-            grads = unscaled(grads, scale)
         supply = iter(grads)
         zeros = jnp.zeros_like if scale is None else wide_zeros
         filled = [

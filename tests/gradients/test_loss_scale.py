@@ -164,6 +164,15 @@ class TestOwnLoop:
         scaling = DynamicLossScale(1024)
         assert float(scaling.value_and_grad(loss)(scaling.init_state(), p)[1]) == 2.0**-26
 
+    def test_divides_by_what_a_float16_loss_made_of_the_scale(self):
+        scaling = DynamicLossScale(1000.3)  # 1000.5 in float16
+        p, x = jnp.float16(1), jnp.float16(2)
+        _, grad, _, _ = scaling.value_and_grad(times)(scaling.init_state(), p, x)
+        assert float(grad) == 2
+        # Where it can't hold the scale at all, that is an overflow.
+        state = set_loss_scale(scaling.init_state(), 2.0**17)
+        assert not scaling.value_and_grad(times)(state, p, x)[2]
+
     def test_other_dtypes(self):
         scaling = DynamicLossScale(1024)
         _, grad, finite, _ = scaling.value_and_grad(square)(
