@@ -137,9 +137,14 @@ def zero_shares(grads: Any, exact: Any) -> dict[str, float]:
     Args:
       grads: gradients, a dict of trees.
       exact: the same in float32. What is zero there does not count.
+
+    Returns:
+      The shares; a part whose gradients overflowed is left out.
     """
     shares = {}
     for name, tree in exact.items():
+        if not all(np.all(np.isfinite(np.asarray(g))) for g in jax.tree.leaves(grads[name])):
+            continue
         both = zip(jax.tree.leaves(grads[name]), jax.tree.leaves(tree), strict=True)
         found = [(np.asarray(g)[np.asarray(e) != 0] == 0) for g, e in both]
         shares[name] = float(np.concatenate(found).mean())
