@@ -93,6 +93,9 @@ def watched_value_and_grad(
         trained = [leaf for flag, leaf in zip(flags, leaves, strict=True) if flag]
         (value, sampled), pull, aux = jax.vjp(run, trained, watch.zeros(), has_aux=True)
         start = seed(value, scale.of(0))
+        # A float16 loss rounds a scale that is no power of two, and with it all that comes of it.
+        wide = start.astype(jnp.float32)
+        rounded = jnp.where(wide == scale.of(0), 1.0, wide / scale.of(0))
         if draws:
             grads, read = pull((start, jnp.zeros_like(sampled)))
             from_drawn = seed(sampled, scale.of_drawn(out_tree))
@@ -105,11 +108,14 @@ def watched_value_and_grad(
             if scales is None:
                 filled.append(next(supply) if flag else jnp.zeros_like(leaf))
             else:
-                own = scale.by_number(owner)
+                own = scale.by_number(owner) * rounded
                 filled.append(divided(next(supply), own) if flag else wide_zeros(leaf))
         factors = {}
         if layers is not None:
-            sums = {at: scale.unscaled(sites[at], values) for at, values in read.layers.items()}
+            more = jnp.float32(1) if draws else rounded
+            sums = {
+                at: scale.unscaled(sites[at], values, more) for at, values in read.layers.items()
+            }
             factors = to_factors(layers.blocks, parts, sums, weight_of(aux, batch), layers.mode)
         emitted = [jnp.ravel(x) for cuts in read.cuts.values() for x in cuts]
         amax = jnp.concatenate(emitted) if emitted else jnp.zeros(0)
@@ -160,12 +166,15 @@ class _Scales:
         _, aux = out_tree.unflatten(range(out_tree.num_leaves))
         return [n for n in jax.tree.leaves(aux.predictive) if self._labels.outs[n] is not None]
 
-    def unscaled(self, site: Any, values: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def unscaled(
+        self, site: Any, values: tuple[jax.Array, ...], more: jax.Array
+    ) -> tuple[jax.Array, ...]:
         """Return what was read of a layer, with the scale of its derivatives taken out."""
         if not self._scaled:
             return values
         place = site.place if site.custom is None else site.custom[0]
-        own = self.by_number(None if self._labels is None else self._labels.at.get(place))
+        label = None if self._labels is None else self._labels.at.get(place)
+        own = self.by_number(label) * more
         return (values[0], values[1] / own / own, *values[2:])
 
 
