@@ -182,7 +182,8 @@ class FixedLossScale:
     ) -> LossScaleState:
         """Return the state after a call."""
         del micro_batches
-        return state._replace(overflows=state.overflows + jnp.asarray(~finite, jnp.int32))
+        overflow = jnp.logical_not(finite).astype(jnp.int32)
+        return state._replace(overflows=state.overflows + overflow)
 
 
 def after_good(

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import boostax
 from boostax import DynamicLossScale, LossScaleState, set_loss_scale
+from boostax.gradients.loss_scale import FixedLossScale
 
 
 def run(scaling, flags, state=None):
@@ -63,6 +64,14 @@ class TestRule:
         # One call grows the scale once, however many windows it holds.
         state = DynamicLossScale(8, 2, 2).update(scaling.init_state(), True, micro_batches=9)
         assert (float(state.scale), int(state.good_steps)) == (16, 1)
+
+    def test_a_fixed_one_counts_only(self):
+        scaling = FixedLossScale(8.0)
+        state, seen = scaling.init_state(), []
+        for finite in (True, False, jnp.bool_(True), jnp.bool_(False)):
+            state = scaling.update(state, finite)
+            seen.append((float(state.scale), int(state.overflows)))
+        assert seen == [(8, 0), (8, 1), (8, 1), (8, 2)]
 
     @given(
         flags=st.lists(st.booleans(), min_size=1, max_size=30),
