@@ -409,7 +409,7 @@ class TestThor:
     STREAM = data.batches(3)
 
     def runs(self, fisher, loss_scale, scales):
-        """Return the parameters after a run from each of these scales, all by one program."""
+        """Give the parameters after a run from each of these scales, all by one program."""
         loss = drawn if fisher == "true" else plain.loss
         batches = [jax.tree.map(lambda leaf, t=t: leaf[t], self.STREAM) for t in range(3)]
         layers = boostax.capture_layers(loss, plain.init(), batches[0], fisher=fisher)
@@ -425,7 +425,15 @@ class TestThor:
             for batch in batches:
                 state, metrics = step(state, batch)
                 assert not metrics["overflow"]
-            yield state.params
+            yield host(state.params)
+        # An overflow where statistics are due leaves factors and inverses alone; they stay due.
+        state, _ = step(state, batches[0])
+        assert find_state(state.opt_state, boostax.ThorState).due
+        before = host((state.params, state.opt_state))
+        bad = {**batches[0], "x": np.full_like(batches[0]["x"], INF)}
+        state, metrics = step(state, bad)
+        assert metrics["overflow"]
+        equal((state.params, state.opt_state), before)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("fisher", ["empirical", "true"])
