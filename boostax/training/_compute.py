@@ -242,10 +242,11 @@ class StepFunction:
 
     def gives_weight(self, state: TrainState, batch: Any) -> bool:
         """Trace the loss, and say whether it gives a weight, which may then be 0."""
+        # Inside the step no type tells a sharding over the mesh either.
         jax.eval_shape(
             lambda s, b: self._loss.anywhere(s.params, s.model_state, b, self._rng(s))[0],
             state,
-            batch,
+            jax.tree.map(_bare, batch),
         )
         return self._loss.gives_weight
 
@@ -271,6 +272,10 @@ class StepFunction:
 def as_in(params: Any, given: Any) -> Any:
     """Return parameters that ``tx`` asks for, in the dtypes that the loss takes."""
     return jax.tree.map(lambda p, like: jnp.asarray(p, like.dtype), given, params)
+
+
+def _bare(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(jnp.shape(leaf), getattr(leaf, "dtype", jnp.result_type(leaf)))
 
 
 def _all(conditions: list[Any]) -> Any:

@@ -55,6 +55,20 @@ class TestExplicitAxes:
         np.testing.assert_allclose(state.params["w"], expected["w"], rtol=1e-5)
         assert state.params["w"].sharding.spec == P(None, "model")
 
+    def test_a_loss_that_draws_and_has_an_aux(self):
+        def noisy(params, x, *, rng):
+            kept = jax.random.bernoulli(rng, 0.5, x.shape)
+            return loss(params, jnp.where(kept, x, 0)), LossAux()
+
+        states = [
+            two_steps(
+                boostax.train_step(noisy, optax.sgd(0.1), has_aux=True, mesh=mesh_of(2, kind)),
+                rng=0,
+            )
+            for kind in (AxisType.Auto, AxisType.Explicit)
+        ]
+        np.testing.assert_array_equal(*(state.params["w"] for state in states))
+
     def test_inside_a_jit_of_ones_own(self):
         step = boostax.train_step(
             loss, optax.sgd(0.1), mesh=mesh_of(2, AxisType.Explicit), donate=False
