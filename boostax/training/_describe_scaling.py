@@ -107,11 +107,8 @@ def scale_boundaries(step: TrainStep, state: TrainState, batch: Any) -> tuple[Sc
     replicas = step.settings.replicas
     parts = step.settings.microbatch * (1 if replicas is None else replicas.size)
     batch = jax.tree.map(lambda leaf: _part(leaf, parts), batch)
-    params, model_state, rng = jax.tree.map(
-        lambda leaf: _part(leaf, 1), (state.params, state.model_state, state.rng)
-    )
-    if rng is not None:
-        rng = jax.eval_shape(step.wrapped_key, rng)
+    params, model_state = state.params, state.model_state
+    rng = None if state.rng is None else jax.eval_shape(step.wrapped_key, state.rng)
     jaxpr, _ = trace_loss(step.canonical(), params, model_state, batch, rng)
     others = len(jax.tree.leaves((model_state, batch, rng)))
     labels = labels_of(scaling, jaxpr, params, trained_leaves(params, None), others)
