@@ -167,6 +167,7 @@ class StepFunction:
             new_state,
             loss=loss,
             finite=finite,
+            counts=_all(positive),
             trained=trained,
             index=index if traced_index is None else traced_index,
         )

@@ -21,6 +21,7 @@ def step_metrics(
     *,
     loss: jax.Array,
     finite: jax.Array | None,
+    counts: Any,
     trained: list[Any],
     index: Any,
 ) -> dict[str, jax.Array]:
@@ -32,6 +33,7 @@ def step_metrics(
       new: the state after it.
       loss: the call's loss.
       finite: whether loss and gradients were finite, if that was looked at.
+      counts: whether the call had any weight; True where that is always so.
       trained: the gradients of the trained leaves.
       index: the freeze index, or None.
     """
@@ -53,7 +55,8 @@ def step_metrics(
             shown[name] = old.loss_scale.scale
         elif name == "overflow":
             assert finite is not None
-            shown[name] = jnp.logical_not(finite)
+            # A call without weight adds nothing, whatever it holds.
+            shown[name] = jnp.logical_not(finite) & counts
         elif (rate := _learning_rate(settings, old, new)) is not None:
             shown[name] = jnp.asarray(rate, jnp.float32)
     return shown

@@ -215,8 +215,9 @@ class TestWhatCounts:
         state, _ = step(state, (rows([1, 2]), np.float32(1)))
         before = host(state.loss_scale)
         for x in (rows([1, 2]), rows([INF, 2])):
-            state, _ = step(state, (x, np.float32(0)))
+            state, metrics = step(state, (x, np.float32(0)))
             equal(before, state.loss_scale)
+            assert not metrics["overflow"]
         state, _ = step(state, (rows([1, 2]), np.float32(1)))
         assert float(state.loss_scale.scale) == 16
 
