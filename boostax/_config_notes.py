@@ -79,16 +79,11 @@ def notes(
             )
     if "thor" in resolution.enabled:
         notes += _thor(config, parts)
-    return notes + _loss_scales(config, resolution.enabled, parts)
+    return notes + _loss_scales(config, resolution.enabled)
 
 
-def _loss_scales(config: BoostConfig, enabled: tuple[str, ...], parts: frozenset[str]) -> list[str]:
-    on = [name for name in ("loss_scale", "loss_scale_group") if name in enabled]
-    notes = [
-        f"{name}: the line search takes gradients at its trial points by itself, without the loss scale"
-        for name in on
-        if "scale_by_zoom_linesearch" in parts
-    ]
+def _loss_scales(config: BoostConfig, enabled: tuple[str, ...]) -> list[str]:
+    notes = []
     if "loss_scale" in enabled and not config.loss_scale.dynamic:
         notes += [
             f"loss_scale.{key} is accepted and has no effect: loss_scale.dynamic is false"

@@ -276,17 +276,6 @@ def test_leaves_without_a_group_are_listed():
         AutoBoost("O0", manual("loss_scale_group"))
 
 
-def test_a_zoom_line_search_is_noted():
-    note = "the line search takes gradients at its trial points by itself, without the loss scale"
-    boost = AutoBoost("O0", manual("loss_scale"))
-    for tx, expected in ((optax.lbfgs(), True), (optax.sgd(0.1), False)):
-        told = str(boost.describe(tx=boost.optimizer(tx, params())))
-        assert (f"note: loss_scale: {note}" in told) == expected
-    named = manual("loss_scale_group", loss_scale_group={"groups": GROUPS})
-    notes = AutoBoost("O0", {**named, "optimizer": {"name": "lbfgs"}}).notes
-    assert f"loss_scale_group: {note}" in notes
-
-
 def test_enable_all_takes_the_groups_or_the_one_scale():
     everything = {"boost": {"mode": "enable_all"}}
     assert AutoBoost("O0", everything).loss_scale == boostax.DynamicLossScale()

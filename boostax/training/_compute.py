@@ -13,7 +13,7 @@ from boostax.errors import StateMismatchError
 from boostax.parallel.reduce import Devices
 from boostax.training._arguments import accepted, declaring
 from boostax.training._evaluate import Evaluation
-from boostax.training._scaling import next_scale, seen_by_tx
+from boostax.training._scaling import next_scale, seen_by_tx, with_gradient
 from boostax.training._settings import Settings
 from boostax.training._step_metrics import step_metrics
 from boostax.training._windows import after_call, after_flush
@@ -88,6 +88,13 @@ class StepFunction:
             finite, weight = self._agreed(finite, own_weight)
 
         value_fn = lambda params: self._loss.value(as_in(here, params), start, batch, rng)
+        if scales is not None:
+            value_fn = with_gradient(
+                value_fn,
+                lambda params: self._loss.all_gradients(
+                    as_in(here, params), start, batch, rng, scales
+                ),
+            )
         given: dict[str, Any] = {
             "value": loss,
             "grad": grads,

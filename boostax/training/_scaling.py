@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +26,7 @@ __all__ = [
     "first_scale",
     "next_scale",
     "seen_by_tx",
+    "with_gradient",
 ]
 
 
@@ -102,6 +104,33 @@ def seen_by_tx(scaling: Any, params: Any) -> Any:
     like are float32 from the start, ``tx`` sees the parameters so too.
     """
     return params if scaling is None else in_dtype(params, jnp.float32)
+
+
+def with_gradient(value_fn: Callable[[Any], Any], grad_fn: Callable[[Any], Any]) -> Any:
+    """Return ``value_fn`` with the gradient that ``grad_fn`` gives.
+
+    Line searches differentiate the loss at their trial points by themselves; without the scale a
+    float16 gradient would underflow there.
+    """
+
+    @jax.custom_vjp
+    def value(params: Any) -> Any:
+        return value_fn(params)
+
+    def forward(params: Any) -> Any:
+        return value_fn(params), (params, grad_fn(params))
+
+    def backward(kept: Any, cotangent: Any) -> Any:
+        return (jax.tree.map(lambda p, g: _times(p, g, cotangent), *kept),)
+
+    value.defvjp(forward, backward)
+    return value
+
+
+def _times(param: Any, grad: Any, cotangent: Any) -> Any:
+    if not jnp.issubdtype(jnp.result_type(param), jnp.inexact):
+        return np.zeros(jnp.shape(param), jax.dtypes.float0)
+    return (grad * cotangent.astype(grad.real.dtype)).astype(jnp.result_type(param))
 
 
 def blame(

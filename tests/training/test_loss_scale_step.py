@@ -633,3 +633,29 @@ class TestState:
     def test_metrics_of_a_scale_need_one(self):
         with pytest.raises(ValueError, match=r"metrics: 'overflow' needs loss_scale="):
             boostax.train_step(linear, optax.sgd(1.0), metrics=("loss", "overflow"))
+
+
+@pytest.mark.parametrize(
+    "scaling", [DynamicLossScale(2.0**20), boostax.GroupLossScale(["*"], init=2.0**20)]
+)
+def test_gradients_that_an_optimizer_takes_by_itself_are_scaled(scaling):
+    """The gradient of value_fn, in float16, would be zero without the scale."""
+
+    def loss(params, x):
+        return jnp.float32(2.0**-26) * jnp.mean(
+            (x.astype(jnp.float16) * params["w"]).astype(jnp.float32)
+        )
+
+    def update(updates, state, params=None, *, value_fn, obj_fn, **extra):
+        value, grads = jax.value_and_grad(value_fn, allow_int=True)(params)
+        same = jax.grad(obj_fn, allow_int=True)(params)
+        return jax.tree.map(jnp.zeros_like, params), (value, grads["w"], same["w"], updates["w"])
+
+    zero = jnp.zeros(())
+    tx = optax.GradientTransformationExtraArgs(
+        lambda params: (zero, *(jnp.zeros((), jnp.float32) for _ in range(3))), update
+    )
+    step = boostax.train_step(loss, tx, loss_scale=scaling)
+    state = step.init({"w": jnp.ones((), jnp.float16), "n": jnp.int32(3)})
+    state, _ = step(state, jnp.full(4, 1.0))
+    assert [float(x) for x in state.opt_state] == [2.0**-26] * 4
