@@ -283,6 +283,4 @@ def test_enable_all_takes_the_groups_or_the_one_scale():
     assert boost.loss_scale == boostax.GroupLossScale(GROUPS)
     layer = {"kernel": jnp.zeros((2, 2)), "bias": jnp.zeros(2)}
     tx = boost.optimizer(optax.lbfgs(), layer)
-    told = boost.describe(tx=tx).resolution
-    assert "loss_scale_group" in told.enabled
-    assert any("trial points" in note for note in told.notes)
+    assert "loss_scale_group" in boost.describe(tx=tx).resolution.enabled
