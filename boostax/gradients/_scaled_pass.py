@@ -10,7 +10,10 @@ import jax.numpy as jnp
 
 from boostax import _compat
 
-__all__ = ["divided", "finite_leaves", "pulled", "seed", "wide_zeros"]
+__all__ = ["divided", "finite_leaves", "pulled", "seed", "usable", "wide_zeros"]
+
+# XLA may divide by multiplying with the reciprocal; beyond, that is subnormal and flushed to zero.
+_LARGEST = 2.0**126
 
 
 def pulled(function: Callable[..., tuple[Any, Any]], args: Sequence[Any], scale: Any) -> Any:
@@ -26,12 +29,18 @@ def pulled(function: Callable[..., tuple[Any, Any]], args: Sequence[Any], scale:
         )
     # A float16 loss rounds a scale that is no power of two: the rounded one is what was used.
     used = jnp.asarray(scale).astype(jnp.result_type(value))
-    return value, unscaled(pull(_compat.like(used, value)), used), aux
+    return value, unscaled(pull(seed(value, scale)), used), aux
 
 
 def seed(value: Any, scale: Any) -> Any:
     """Return what the backward pass of ``value`` starts from."""
-    return _compat.like(jnp.asarray(scale).astype(jnp.result_type(value)), value)
+    return _compat.like(usable(scale).astype(jnp.result_type(value)), value)
+
+
+def usable(scale: Any) -> jax.Array:
+    """Return scales for the backward pass: one that can't be undone is infinite, and so overflows."""
+    scale = jnp.asarray(scale)
+    return jnp.where(scale <= _LARGEST, scale, jnp.inf).astype(scale.dtype)
 
 
 def unscaled(grads: Any, scale: Any) -> Any:
@@ -44,7 +53,6 @@ def divided(grad: Any, scale: Any) -> Any:
     if not jnp.issubdtype(jnp.result_type(grad), jnp.inexact):
         return grad
     wide = grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
-    # Divided, not multiplied by 1 / scale: that is subnormal, and flushed, where the scale is huge.
     return wide / jnp.asarray(scale, wide.real.dtype)
 
 

@@ -15,7 +15,7 @@ from boostax.gradients._boundary import boundary
 from boostax.gradients._grouped import by_label, group_numbers, labels_of
 from boostax.gradients._labels import Labels
 from boostax.gradients._plan import plan_of, trace_loss
-from boostax.gradients._scaled_pass import divided, seed, wide_zeros
+from boostax.gradients._scaled_pass import divided, seed, usable, wide_zeros
 from boostax.gradients._watch import Watch
 from boostax.gradients.value_and_grad import trained_leaves
 from boostax.training.contract import CanonicalLoss, LossAux, weight_of
@@ -82,7 +82,7 @@ def watched_value_and_grad(
         def run(trained: list[Any], emitted: Any) -> Any:
             supply = iter(trained)
             merged = [next(supply) if f else x for f, x in zip(flags, leaves, strict=True)]
-            outs = watch.run(jaxpr, [*merged, *others], emitted, active, scale.all)
+            outs = watch.run(jaxpr, [*merged, *others], emitted, active, scale.backward)
             value, aux = out_tree.unflatten(outs)
             if not draws:
                 return (value, None), aux
@@ -137,6 +137,7 @@ class _Scales:
         self._scaled = scales is not None
         self._one = scales if self._scaled and labels is None else jnp.float32(1)
         self.all = None if labels is None else by_label(scales)
+        self.backward = None if self.all is None else usable(self.all)
 
     def by_number(self, group: int | None) -> Any:
         """Return the scale of a label; None stands for what has no cotangent."""
