@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from boostax.training.contract import LossAux as LossAux
     from boostax.training.predictive import Categorical as Categorical
     from boostax.training.predictive import Gaussian as Gaussian
+    from boostax.training.snapshots import SnapshotWriter as SnapshotWriter
     from boostax.training.state import TrainState as TrainState
     from boostax.training.step import train_step as train_step
     from boostax.updates.accumulate import AccumulateState as AccumulateState
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from boostax.updates.adasum import adasum as adasum
     from boostax.updates.adasum import adasum_pair as adasum_pair
     from boostax.updates.all_reduce import all_reduce as all_reduce
+    from boostax.updates.basis import TrajectoryBasis as TrajectoryBasis
     from boostax.updates.centralize import centralize as centralize
     from boostax.updates.centralize import centralized_axes as centralized_axes
     from boostax.updates.freeze import FreezeState as FreezeState
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from boostax.updates.scale_by_thor import ThorState as ThorState
     from boostax.updates.scale_by_thor import scale_by_thor as scale_by_thor
     from boostax.updates.thor import thor as thor
+    from boostax.updates.trajectory_basis import trajectory_basis as trajectory_basis
 
 # Name -> module. Front door, model seam, gradient seam, update seam, training, errors.
 _HOME = {
@@ -84,11 +87,14 @@ _HOME = {
     "scale_by_thor": "updates.scale_by_thor",
     "ThorState": "updates.scale_by_thor",
     "thor": "updates.thor",
+    "trajectory_basis": "updates.trajectory_basis",
+    "TrajectoryBasis": "updates.basis",
     "LossAux": "training.contract",
     "Categorical": "training.predictive",
     "Gaussian": "training.predictive",
     "TrainState": "training.state",
     "train_step": "training.step",
+    "SnapshotWriter": "training.snapshots",
     "ConfigError": "errors",
     "MissingExtraError": "errors",
     "StateMismatchError": "errors",

@@ -1,4 +1,4 @@
-"""The command line: ``boostax compare``, ``launch``, ``describe``, ``validate`` and ``schema``.
+"""The command line: ``boostax compare``, ``launch``, ``basis``, ``describe``, ``validate``, ``schema``.
 
 Exit codes: 0 fine, 2 wrong input or an output that can't be written (the message goes to stderr,
 without a traceback), 130 after Ctrl-C, 141 when the reader of the output has gone.
@@ -22,6 +22,7 @@ __all__ = ["main"]
 _COMMANDS = {
     "compare": "train plain and boosted, and report how long each takes to a target",
     "launch": "start several processes of a program on this machine",
+    "basis": "make a basis of the directions that training moved in, from checkpoints",
     "describe": "say which techniques a config switches on, and the order of the chain",
     "validate": "check a config file",
     "schema": "print the JSON Schema of config files, for editors",
@@ -112,9 +113,13 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
     for name, text in _COMMANDS.items():
         sub = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         sub.set_defaults(run=_RUN[name])
-        # compare's arguments live with its code, which is imported only when it is asked for.
+        # Some commands' arguments live with their code, which is imported only when it is asked for.
         if name == "compare" and command == name:
             from boostax.compare.cli import add_arguments
+
+            add_arguments(sub)
+        if name == "basis" and command == name:
+            from boostax.updates.basis_cli import add_arguments
 
             add_arguments(sub)
         if name == "launch":
@@ -140,6 +145,12 @@ def _compare(args: argparse.Namespace) -> int:
 
 def _launch(args: argparse.Namespace) -> int:
     from boostax.parallel.launch import run
+
+    return run(args)
+
+
+def _basis(args: argparse.Namespace) -> int:
+    from boostax.updates.basis_cli import run
 
     return run(args)
 
@@ -174,6 +185,7 @@ def _schema(args: argparse.Namespace) -> int:
 _RUN = {
     "compare": _compare,
     "launch": _launch,
+    "basis": _basis,
     "describe": _describe,
     "validate": _validate,
     "schema": _schema,
