@@ -90,9 +90,10 @@ def from_stream(vectors: Iterator[Vector], held: int, k: int, dtype: np.dtype) -
     base: Vector = ()
     seen, lost = 0, 0.0
     keep = max(held // 2, k)
+    held = max(held, 2 * keep)
     for vector in vectors:
         base = base or vector
-        if len(fresh) + len(sketch) >= max(held, keep + 2):
+        if len(fresh) + len(sketch) >= held:
             sketch, mean, lost = _compress(sketch, mean, seen, fresh, base, keep, lost, dtype)
             seen, fresh = seen + len(fresh), []
         fresh.append(vector)

@@ -29,7 +29,7 @@ __all__ = [
     "wide_dtype",
 ]
 
-_SLICE = 1 << 22  # numbers in a float64 slice of all vectors: 32 MB
+_SLICE = 1 << 20  # numbers in a float64 slice of all vectors: 8 MB
 _EPS32 = float(np.finfo(np.float32).eps)
 _EPS64 = float(np.finfo(np.float64).eps)
 

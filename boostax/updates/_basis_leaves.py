@@ -129,9 +129,9 @@ def match(
     extra = [] if extra_ok else [path for path in named if path not in set(layout.paths)]
     if missing or extra:
         hint = did_you_mean(missing[0], extra or named) if missing else ""
-        parts = [f"lacks the leaves {', '.join(missing)}.{hint}"] if missing else []
+        parts = [f"lacks the leaves {', '.join(missing)}"] if missing else []
         parts += [f"has leaves that the others lack: {', '.join(extra)}"] if extra else []
-        raise ValueError(f"{where} {' and '.join(parts)}")
+        raise ValueError(f"{where} {' and '.join(parts)}.{hint}")
     for path, shape in zip(layout.covered_paths, layout.covered_shapes, strict=True):
         got = tuple(np.shape(named[path]))
         if got != shape:

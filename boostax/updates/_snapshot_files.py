@@ -83,24 +83,26 @@ class SnapshotFile:
         checkpoints = require("orbax.checkpoint", "orbax")
         item = _orbax_item(self.path)
         try:
-            with checkpoints.PyTreeCheckpointer() as reader:
-                found = reader.metadata(item)
-                tree = getattr(found, "item_metadata", found)
-                tree = getattr(tree, "tree", tree)
-                names = _take_part(self.path, _by_name(tree), part, wanted)
-                as_numpy = checkpoints.RestoreArgs(restore_type=np.ndarray)
-                some = _prune(tree, set(names))
-                arguments = checkpoints.args.PyTreeRestore(
-                    item=some,
-                    restore_args=jax.tree.map(lambda _: as_numpy, some),
-                    partial_restore=True,
-                )
-                named = _by_name(reader.restore(item, args=arguments))
+            # The handler alone: a Checkpointer warns about each step that a manager wrote.
+            reader = checkpoints.PyTreeCheckpointHandler()
+            tree = reader.metadata(item)
+            tree = getattr(tree, "tree", tree)
+            names = _take_part(self.path, _by_name(tree), part, wanted)
+            as_numpy = checkpoints.RestoreArgs(restore_type=np.ndarray)
+            some = _prune(tree, set(names))
+            arguments = checkpoints.args.PyTreeRestore(
+                item=some,
+                restore_args=jax.tree.map(lambda _: as_numpy, some),
+                partial_restore=True,
+            )
+            named = _by_name(reader.restore(item, args=arguments))
+            reader.close()
         except _PartError:
             raise
         except Exception as error:  # orbax has no error of its own for a broken checkpoint
+            told = str(error).split("[tensorstore_spec")[0][:300]
             raise ValueError(
-                f"{self.path} is not an orbax checkpoint, or not whole: {type(error).__name__}: {error}"
+                f"{self.path} is not an orbax checkpoint, or not whole: {type(error).__name__}: {told}"
             ) from None
         return {short: np.asarray(named[full]) for full, short in names.items()}
 
@@ -168,21 +170,23 @@ def _take_part(
     path: pathlib.Path, names: Iterable[str], part: str | None, wanted: Iterable[str] | None
 ) -> dict[str, str]:
     # Name in the file -> name in the parameters.
-    names = list(names)
-    if names and all(name.endswith("/value") for name in names):
-        short = {name: name.removesuffix("/value") for name in names}  # an nnx State as plain dicts
-    else:
-        short = {name: name for name in names}
-    if part is None and wanted is not None and set(wanted) <= set(short.values()):
-        return short
+    whole = {name: name for name in names}
     prefix = f"{_PART if part is None else part}/"
-    inside = {
-        full: name.removeprefix(prefix) for full, name in short.items() if name.startswith(prefix)
-    }
+    inside = {name: name.removeprefix(prefix) for name in whole if name.startswith(prefix)}
     if part is not None and not inside:
-        tops = sorted({name.split("/")[0] for name in short.values()})
+        tops = sorted({name.split("/")[0] for name in whole})
         raise _PartError(f"{path} has no part {part!r}; it has {', '.join(tops)}")
-    return inside or short
+    whole, inside = _without_value(whole), _without_value(inside)
+    if part is None and wanted is not None and set(wanted) <= set(whole.values()):
+        return whole
+    return inside or whole
+
+
+def _without_value(names: dict[str, str]) -> dict[str, str]:
+    # An nnx State is saved with a dict around each array.
+    if all(name.endswith("/value") for name in names.values()):
+        return {full: name.removesuffix("/value") for full, name in names.items()}
+    return names
 
 
 def _by_name(tree: Any) -> dict[str, Any]:

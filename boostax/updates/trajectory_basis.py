@@ -61,12 +61,12 @@ def trajectory_basis(
     Memory, for snapshots of n numbers: the basis itself (k n in float32, also on the way to bfloat16)
     and
 
-    - a list or tuple of trees: nothing but slices of 32 MB (trees on an accelerator are copied to the
+    - a list or tuple of trees: nothing but slices of 8 MB (trees on an accelerator are copied to the
       host, where JAX keeps them as long as you keep the trees);
     - files: at most ``max_held`` snapshots. Where there are more, files are read several times;
-    - another iterable, whose trees come once: copies of at most ``max_held`` of them. Where there are
-      more, those so far are replaced by their ``max_held // 2`` largest directions, and the result is
-      near the exact one, not equal to it.
+    - another iterable, whose trees come once: copies of at most ``max_held`` of them (but room for 2 k).
+      Where there are more, those so far are replaced by their ``max_held // 2`` largest directions, and
+      the result is near the exact one, not equal to it; without centring, the rest is not read.
 
     Args:
       snapshots: an iterable of parameter trees (arrays of JAX or NumPy, the same names and shapes in

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -206,7 +207,7 @@ def test_integers_and_excluded_leaves_are_left_out():
         (lambda t: t.pop("scale"), "snapshot 2 lacks the leaves scale"),
         (
             lambda t: t.update(scales=t.pop("scale")),
-            "lacks the leaves scale. Did you mean 'scales'",
+            "lacks the leaves scale .* Did you mean 'scales'",
         ),
         (lambda t: t.update(more=np.zeros(2)), "snapshot 2 has leaves that the others lack: more"),
         (lambda t: t.update(scale=np.zeros(2)), r"snapshot 2: the leaf scale has shape \(2,\)"),
@@ -380,9 +381,24 @@ def test_a_checkpoint_managers_folder(tmp_path):
     )
     with pytest.raises(ValueError, match="has no part 'modle'; it has model, other"):
         trajectory_basis(tmp_path, 1, part="modle")
+    for file in (tmp_path / "10" / "default").rglob("d/*"):
+        file.write_bytes(b"")
+    with pytest.raises(ValueError, match=r"10 is not an orbax checkpoint, or not whole"):
+        trajectory_basis(tmp_path, 1, part="model")
     (tmp_path / "11" / "default").mkdir(parents=True)
     with pytest.raises(ValueError, match=r"11 is not an orbax checkpoint .*, or not whole"):
-        trajectory_basis(tmp_path, 1)
+        trajectory_basis([tmp_path / "11"], 1, center=False)
+
+
+def test_an_nnx_state_saved_by_orbax(tmp_path):
+    state = nnx.state(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), nnx.Param)
+    states = [jax.tree.map(lambda x, i=i: x + i, state) for i in range(3)]
+    for i, one in enumerate(states):
+        save_orbax(tmp_path, str(i), {"params": one, "opt": np.zeros(2)})
+    for like in (None, state):
+        basis = trajectory_basis(tmp_path, 1, params=like)
+        assert basis.paths == ("bias", "kernel")
+        np.testing.assert_allclose(basis.to_array(), np.full((1, 8), 8**-0.5), rtol=1e-5)
 
 
 def test_lists_of_files_are_ordered_too(tmp_path):
