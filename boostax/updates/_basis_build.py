@@ -194,9 +194,10 @@ def _finish(
     count: int,
     found: tuple[np.ndarray, float] | None,
 ) -> Rows:
-    mean = [leaf[-1].copy() for leaf in out]
+    mean = [np.array(leaf[-1]) for leaf in out]
     if base is not None:
-        mean = [m + np.asarray(b).astype(m.dtype) for m, b in zip(mean, base, strict=True)]
+        for own, leaf in zip(mean, base, strict=True):
+            own += np.asarray(leaf).astype(own.dtype)
     rows = [leaf[:-1] for leaf in out]
     singular, variance = (None, 0.0) if found is None else found
     return Rows(rows, mean, count, singular, variance)

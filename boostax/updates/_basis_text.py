@@ -11,11 +11,12 @@ def describe(basis: Any) -> str:
     """Return what ``TrajectoryBasis.describe`` says."""
     layout = basis.layout
     size = basis.k * basis.size * basis.dtype.itemsize
-    source = f"{basis.snapshots} snapshots" if basis.snapshots else "an array"
+    source = ""
     if basis.snapshots:
-        source += " less their mean" if basis.centered else ", as they are"
+        how = " less their mean" if basis.centered else ", as they are"
+        source = f", from {basis.snapshots} snapshots{how}"
     lines = [
-        f"{basis.k} directions of {basis.size:,} weights in {len(basis.paths)} leaves, from {source}",
+        f"{basis.k} directions of {basis.size:,} weights in {len(basis.paths)} leaves{source}",
         f"kept in {basis.dtype}: {_bytes(size)}",
     ]
     if basis.explained:

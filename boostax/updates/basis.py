@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import serialization
 
 from boostax._tree import PathPattern, leaf_paths
 from boostax.errors import did_you_mean
@@ -28,6 +29,7 @@ from boostax.updates import _basis_files
 from boostax.updates._basis_array import FROM_ARRAY, columns, rows_from_array
 from boostax.updates._basis_leaves import Layout, layout_of, match, nested
 from boostax.updates._basis_place import place_rows, put_like
+from boostax.updates._basis_products import times_coefficients, times_leaf, wide, zeros_of
 
 __all__ = ["TrajectoryBasis", "basis_dtype"]
 
@@ -110,11 +112,7 @@ class TrajectoryBasis:
         leaves = match("TrajectoryBasis.project: the tree", named, self.layout, extra_ok=True)
         total = jnp.zeros(self.k, jnp.float32)
         for rows, leaf in zip(self.components, leaves, strict=True):
-            wide = _wide(rows, leaf)
-            # A product and a sum, not a dot: it reads a bfloat16 basis without a float32 copy, is as
-            # exact on every device, and needs no word about split axes.
-            product = jnp.asarray(rows).astype(wide) * jnp.asarray(leaf).astype(wide)[None]
-            total = total + jnp.sum(product, axis=tuple(range(1, product.ndim)))
+            total = total + times_leaf(rows, leaf)
         return total
 
     def combine(self, coefficients: Any) -> Any:
@@ -136,7 +134,7 @@ class TrajectoryBasis:
                 f"TrajectoryBasis.combine: coefficients has shape {coefficients.shape}, expected "
                 f"({self.k},)"
             )
-        return self._fill([_back(rows, coefficients) for rows in self.components])
+        return self._fill([times_coefficients(rows, coefficients) for rows in self.components])
 
     def start(self, params: Any, point: str = "first") -> Any:
         """Return parameters to start from, in the subspace or on the trajectory.
@@ -170,7 +168,7 @@ class TrajectoryBasis:
         old = own.only(jax.tree.leaves(params))
         if point == "nearest":
             moved = [
-                jnp.asarray(leaf).astype(_wide(mean, leaf)) - (mean if self.centered else 0.0)
+                jnp.asarray(leaf).astype(wide(mean, leaf)) - (mean if self.centered else 0.0)
                 for leaf, mean in zip(old, self.mean, strict=True)
             ]
             zeros = [np.zeros(0)] * len(self.layout.paths)
@@ -215,8 +213,14 @@ class TrajectoryBasis:
         return dataclasses.replace(own, covered=tuple(path in covered for path in own.paths))
 
     def without_points(self) -> TrajectoryBasis:
-        """Return the basis without ``mean`` and ``first``, as a train state should carry it."""
-        return dataclasses.replace(self, mean=None, first=None)
+        """Return the directions alone, as a train state should carry them.
+
+        Without ``mean`` and ``first``, which would be two more copies of the parameters, and without
+        the snapshots' numbers, which are static: another basis needs no new compilation.
+        """
+        return dataclasses.replace(
+            self, mean=None, first=None, snapshots=0, singular_values=(), explained=()
+        )
 
     def to_array(self, order: Sequence[str] | None = None) -> np.ndarray:
         """Return V as one array (k, n).
@@ -299,12 +303,26 @@ class TrajectoryBasis:
 
     def _fill(self, values: Sequence[Any]) -> Any:
         shaped = zip(self.layout.shapes, self.layout.dtypes, self.layout.covered, strict=True)
-        others = [None if taken else _zeros(shape, name) for shape, name, taken in shaped]
+        others = [None if taken else zeros_of(shape, name) for shape, name, taken in shaped]
         return self.layout.fill(values, others)
 
     def _reorder(self, own: Layout, values: Sequence[Any]) -> list[Any]:
         named = dict(zip(self.paths, values, strict=True))
         return [named[path] for path in own.covered_paths]
+
+
+def _to_state_dict(basis: TrajectoryBasis) -> dict[str, Any]:
+    leaves = {"components": basis.components, "mean": basis.mean, "first": basis.first}
+    return serialization.to_state_dict(leaves)
+
+
+def _from_state_dict(basis: TrajectoryBasis, state: dict[str, Any]) -> TrajectoryBasis:
+    # What is static comes from the target, as for every pytree.
+    leaves = {"components": basis.components, "mean": basis.mean, "first": basis.first}
+    return dataclasses.replace(basis, **serialization.from_state_dict(leaves, state))
+
+
+serialization.register_serialization_state(TrajectoryBasis, _to_state_dict, _from_state_dict)
 
 
 def basis_dtype(name: str, dtype: Any) -> np.dtype:
@@ -317,38 +335,3 @@ def basis_dtype(name: str, dtype: Any) -> np.dtype:
     if got is None or got.name not in ("float32", "bfloat16", "float64"):
         raise ValueError(f"{name}: dtype is {dtype!r}, expected float32, bfloat16 or float64")
     return got
-
-
-def _wide(*values: Any) -> Any:
-    return jnp.result_type(jnp.float32, *(jnp.asarray(v).dtype for v in values))
-
-
-def _back(rows: Any, coefficients: jax.Array) -> jax.Array:
-    rows = jnp.asarray(rows)
-    wide = _wide(rows, coefficients)
-    if rows.dtype != jnp.bfloat16 or wide != jnp.float32:
-        return jax.lax.dot_general(
-            coefficients.astype(wide),
-            rows.astype(wide),
-            (((0,), (0,)), ((), ())),
-            precision=jax.lax.Precision.HIGHEST,
-            preferred_element_type=wide,
-        )
-    # Three bfloat16 numbers carry a float32 coefficient whole, and the basis needs no float32 copy.
-    parts, rest = [], coefficients.astype(wide)
-    for _ in range(3):
-        # Not a cast there and back, which compilers may drop.
-        head = jax.lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)
-        parts.append(head.astype(rows.dtype))
-        rest = rest - head
-    product = jax.lax.dot_general(
-        jnp.stack(parts), rows, (((1,), (0,)), ((), ())), preferred_element_type=wide
-    )
-    return jnp.sum(product, axis=0)
-
-
-def _zeros(shape: tuple[int, ...], name: str) -> Any:
-    try:
-        return jnp.zeros(shape, jnp.dtype(name))
-    except TypeError:  # a random key, which has no zero
-        return np.zeros(shape, jax.dtypes.float0)

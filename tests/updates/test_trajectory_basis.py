@@ -524,6 +524,24 @@ def test_files_of_a_basis_that_are_not(tmp_path):
         TrajectoryBasis.load(path)
 
 
+@pytest.mark.parametrize("points", [True, False])
+def test_inside_a_state_that_flax_and_orbax_save(tmp_path, points):
+    basis, target = (trajectory_basis(trees(5, seed), 3, dtype="bfloat16") for seed in (0, 1))
+    if not points:
+        basis, target = basis.without_points(), target.without_points()
+    content = flax.serialization.to_bytes({"basis": basis})
+    by_flax = flax.serialization.from_bytes({"basis": target}, content)["basis"]
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", {"basis": basis})
+        checkpointer.wait_until_finished()
+        by_orbax = checkpointer.restore(tmp_path / "state", {"basis": target})["basis"]
+    for read in (by_flax, by_orbax):
+        # The numbers of the snapshots are static, and so the target's.
+        assert jax.tree.structure(read) == jax.tree.structure(target)
+        for got, right in zip(jax.tree.leaves(read), jax.tree.leaves(basis), strict=True):
+            assert np.asarray(got).tobytes() == np.asarray(right).tobytes()
+
+
 def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "basis.npz"
     basis = trajectory_basis(trees(4), 2)
@@ -598,6 +616,8 @@ def test_project_and_combine_are_each_others_transpose():
     np.testing.assert_allclose(there @ coefficients, flat(back) @ flat(tree), rtol=1e-5)
     np.testing.assert_allclose(basis.project(back), coefficients, atol=1e-5)
     assert jax.tree.structure(back) == jax.tree.structure(tree)
+    other = trajectory_basis(trees(7, seed=1), 4).without_points()
+    assert jax.tree.structure(other) == jax.tree.structure(basis.without_points())
     with pytest.raises(ValueError, match="the tree lacks the leaves scale"):
         basis.project({"Dense_0": tree["Dense_0"]})
     with pytest.raises(ValueError, match=r"coefficients has shape \(3,\), expected \(4,\)"):
