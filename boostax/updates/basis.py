@@ -45,7 +45,7 @@ class TrajectoryBasis:
     the other ways. It is a pytree: pass it to compiled functions as an argument.
 
     Attributes:
-      components: for each covered leaf, in tree order, its part of the basis, (k, *leaf shape).
+      components: for each covered leaf, in tree order, its part of the basis, ``(k, *shape)``.
       mean: the snapshots' mean, for each covered leaf; None for a basis from an array.
       first: the first snapshot, for each covered leaf; None for a basis from an array.
       k: the number of directions.

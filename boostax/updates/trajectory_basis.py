@@ -93,7 +93,8 @@ def trajectory_basis(
       :class:`~boostax.TrajectoryBasis`, with orthonormal rows.
 
     Raises:
-      ValueError: k is larger than the number of independent directions; snapshots differ in their
+      ValueError: k is larger than the number of independent directions (those longer than 1e-7 of the
+        longest, and than rounding); snapshots differ in their
         leaves or shapes; a NaN or an infinity; a file that is not whole or of something else; an
         argument out of range. The message names the snapshot or file, and the leaf.
 
