@@ -11,6 +11,7 @@ import numpy as np
 
 from boostax._tree import leaf_paths
 from boostax.gradients._labels import Labels, label_jaxpr
+from boostax.gradients._scaled_pass import checked
 from boostax.gradients.loss_scale import check_own_state
 from boostax.parallel.reduce import any_device
 
@@ -104,21 +105,22 @@ def own_group_loop(
     if not isinstance(has_aux, bool):
         raise TypeError(f"value_and_grad: has_aux must be a bool, got {has_aux!r}")
 
-    def loss(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
-        del model_state, rng
-        args, kwargs = batch
-        value, aux = (
-            fun(params, *args, **kwargs) if has_aux else (fun(params, *args, **kwargs), None)
-        )
-        return value, LossAux(aux=aux)
-
     def fn(state: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         check_own_state(state, (len(scaling),))
+        given = _Split((args, kwargs))
+        returned: list[_Split] = []
+
+        def loss(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
+            del model_state, rng
+            args, kwargs = given.joined(batch)
+            out = fun(params, *args, **kwargs)
+            value, aux = checked(*(out if has_aux else (out, None)))
+            returned.append(_Split(aux))
+            return value, LossAux(aux=returned[-1].arrays)
+
         noted: list[Labels] = []
         passes = watched_value_and_grad(loss, groups=scaling, note=noted.append)
-        (value, aux), grads, _, amax = passes(
-            params, None, (args, kwargs), None, scales=state.scale
-        )
+        (value, aux), grads, _, amax = passes(params, None, given.arrays, None, scales=state.scale)
         flags = trained_leaves(params, None)
         chosen = [g for g, flag in zip(jax.tree.leaves(grads), flags, strict=True) if flag]
         numbers = group_numbers(scaling, params)
@@ -130,6 +132,28 @@ def own_group_loop(
         blamed = blamed_groups(noted[-1], amax, bad, axis_name)
         active = np.isin(np.arange(1, len(scaling) + 1), groups)
         state = scaling.update(state, finite, blamed=blamed, active=active)
-        return ((value, aux.aux) if has_aux else value), grads, finite, state
+        shown = (value, returned[-1].joined(aux.aux)) if has_aux else value
+        return shown, grads, finite, state
 
     return fn
+
+
+class _Split:
+    """A tree, its arrays apart from all else, which a trace takes as it is.
+
+    Attributes:
+      arrays: the arrays.
+    """
+
+    def __init__(self, tree: Any):
+        leaves, self._treedef = jax.tree.flatten(tree)
+        is_array = [isinstance(leaf, (jax.Array, np.ndarray, np.generic)) for leaf in leaves]
+        self.arrays = [leaf for leaf, flag in zip(leaves, is_array, strict=True) if flag]
+        self._rest = [
+            None if flag else (leaf,) for leaf, flag in zip(leaves, is_array, strict=True)
+        ]
+
+    def joined(self, arrays: Any) -> Any:
+        """Return the tree with other arrays."""
+        supply = iter(arrays)
+        return self._treedef.unflatten([rest[0] if rest else next(supply) for rest in self._rest])

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 __all__ = [
     "check_argnums",
@@ -26,10 +27,19 @@ _SMALLEST = float(np.finfo(np.float32).tiny)
 
 
 def check_number(caller: str, name: str, value: Any) -> float:
-    """Return a real number as a float, or raise a TypeError."""
+    """Return a real number, or an array of shape (), as a float; or raise a TypeError."""
+    if isinstance(value, (np.ndarray, jax.Array)) and not isinstance(value, Tracer):
+        value = value.item() if value.shape == () else value
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
         raise TypeError(f"{caller}: {name} must be a number, got {value!r}")
-    return float(value)
+    return _as_float(value)
+
+
+def _as_float(value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # of an int
+        return math.inf if value > 0 else -math.inf
 
 
 def check_bounds(caller: str, low: Any, high: Any) -> tuple[float, float]:
@@ -60,8 +70,9 @@ def check_scale(caller: str, name: str, value: Any, low: float, high: float) -> 
 def check_factor(caller: str, value: Any) -> float:
     """Return what a scale grows and shrinks by."""
     value = check_number(caller, "factor", value)
-    if not (1 < value < math.inf):
-        raise ValueError(f"{caller}: factor must be a finite number > 1, got {value}")
+    in_float32 = np.float32(min(value, _LARGEST))
+    if not (in_float32 > 1 and np.float32(1 / value) < 1) or value == math.inf:
+        raise ValueError(f"{caller}: factor must be a finite number > 1 in float32, got {value}")
     return value
 
 
@@ -117,15 +128,24 @@ def scale_for(name: str, value: Any, shape: tuple[int, ...]) -> np.ndarray:
     allowed = "a number, or an array of shape () or (1,)"
     if shape:
         allowed = f"one number for all {shape[0]} groups, or one a group"
+    if isinstance(value, Tracer):
+        raise TypeError(
+            f"{name} must be {allowed}, known on the host; got a traced array: put it into the state's "
+            "`scale` yourself"
+        )
     if not (is_number or is_array):
         got = f"{value!r} ({type(value).__name__})"
         raise TypeError(f"{name} must be {allowed}, got {got}")
-    array = np.asarray(value, np.float64)
+    array = np.asarray(_as_float(value) if is_number else value, np.float64)
     if array.shape not in ((), (1,), shape):
         raise ValueError(f"{name} must be {allowed}, got the shape {array.shape}")
+    with np.errstate(over="ignore"):
+        array = array.astype(np.float32)
     if not np.all((array >= _SMALLEST) & (array <= _LARGEST)):
-        raise ValueError(f"{name} must be finite and above 0 in float32, got {value}")
-    array = array.astype(np.float32).reshape(() if array.size == 1 else shape)
+        raise ValueError(
+            f"{name} must be finite and at least {_SMALLEST:.3g} in float32, got {value}"
+        )
+    array = array.reshape(() if array.size == 1 else shape)
     return np.broadcast_to(array, shape)
 
 

@@ -10,8 +10,10 @@ import jax.numpy as jnp
 
 from boostax import _compat
 
-__all__ = ["divided", "finite_leaves", "pulled", "seed", "usable", "wide_zeros"]
+__all__ = ["checked", "divided", "finite_leaves", "pulled", "seed", "usable", "wide_zeros"]
 
+# Smaller ratios are subnormal, and flushed to zero.
+_SMALLEST = 2.0**-126
 # XLA may divide by multiplying with the reciprocal; beyond, that is subnormal and flushed to zero.
 _LARGEST = 2.0**126
 
@@ -21,15 +23,27 @@ def pulled(function: Callable[..., tuple[Any, Any]], args: Sequence[Any], scale:
 
     ``function(*args)`` returns ``(value, aux)``. The gradients are unscaled.
     """
-    value, pull, aux = jax.vjp(function, *args, has_aux=True)
-    if jnp.shape(value) != () or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
-        raise TypeError(
-            f"the loss must be a real floating scalar, got shape {jnp.shape(value)} and dtype "
-            f"{jnp.result_type(value)}; take the mean over the batch"
-        )
+    value, pull, aux = jax.vjp(lambda *given: checked(*function(*given)), *args, has_aux=True)
     # A float16 loss rounds a scale that is no power of two: the rounded one is what was used.
     used = jnp.asarray(scale).astype(jnp.result_type(value))
     return value, unscaled(pull(seed(value, scale)), used), aux
+
+
+def checked(value: Any, aux: Any) -> tuple[Any, Any]:
+    """Return both, where ``value`` can be a loss.
+
+    Raises:
+      TypeError: it is no real floating scalar.
+    """
+    what = "the function must return a real floating scalar"
+    if isinstance(value, (tuple, list, dict)) or value is None or isinstance(value, str):
+        raise TypeError(f"{what}, got {type(value).__name__}; with (scalar, aux) pass has_aux=True")
+    if jnp.shape(value) != () or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
+        raise TypeError(
+            f"{what}, got shape {jnp.shape(value)} and dtype {jnp.result_type(value)}; take the mean "
+            "over the batch"
+        )
+    return value, aux
 
 
 def seed(value: Any, scale: Any) -> Any:
@@ -41,6 +55,12 @@ def usable(scale: Any) -> jax.Array:
     """Return scales for the backward pass: one that can't be undone is infinite, and so overflows."""
     scale = jnp.asarray(scale)
     return jnp.where(scale <= _LARGEST, scale, jnp.inf).astype(scale.dtype)
+
+
+def ratio_of(scale: jax.Array, other: jax.Array) -> jax.Array:
+    """Return ``scale / other``; infinite, and so an overflow, where float32 can't hold that."""
+    ratio = scale / other
+    return jnp.where(ratio >= _SMALLEST, ratio, jnp.inf)
 
 
 def unscaled(grads: Any, scale: Any) -> Any:

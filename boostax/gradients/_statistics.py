@@ -94,8 +94,8 @@ def watched_value_and_grad(
         (value, sampled), pull, aux = jax.vjp(run, trained, watch.zeros(), has_aux=True)
         start = seed(value, scale.of(0))
         # A float16 loss rounds a scale that is no power of two, and with it all that comes of it.
-        wide = start.astype(jnp.float32)
-        rounded = jnp.where(wide == scale.of(0), 1.0, wide / scale.of(0))
+        used = scale.of(0).astype(value.dtype).astype(jnp.float32)
+        rounded = jnp.where(used == scale.of(0), 1.0, used / scale.of(0))
         if draws:
             grads, read = pull((start, jnp.zeros_like(sampled)))
             from_drawn = seed(sampled, scale.of_drawn(out_tree))

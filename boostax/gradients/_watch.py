@@ -13,6 +13,7 @@ from boostax import _compat
 from boostax.gradients._boundary import boundary
 from boostax.gradients._find import CUSTOM, INLINED, REMAT, Place, Site
 from boostax.gradients._labels import Labels
+from boostax.gradients._scaled_pass import ratio_of
 from boostax.gradients._tag import Reading, watched
 
 __all__ = ["Emitted", "Watch"]
@@ -139,7 +140,7 @@ class Watch:
 
     def _cut(self, at: Place, given: list[Any], along: _Given) -> None:
         for cut, zero in zip(self._cuts[at], along.emitted.cuts[at], strict=True):
-            ratio = along.scales[cut.source] / along.scales[cut.target]
+            ratio = ratio_of(along.scales[cut.source], along.scales[cut.target])
             given[cut.operand] = boundary(given[cut.operand], ratio, zero)
 
     def _watched(self, at: Place, value: Any, data: Any, along: _Given) -> Any:

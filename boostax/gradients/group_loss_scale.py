@@ -31,11 +31,19 @@ from boostax.gradients._scale_checks import (
     check_scale,
     check_window,
 )
-from boostax.gradients.loss_scale import LossScaleState, after_good, after_overflow, first_state
+from boostax.gradients.loss_scale import (
+    LossScaleState,
+    after_good,
+    after_overflow,
+    check_own_state,
+    first_state,
+)
 from boostax.updates.parameter_groups import ParameterGroups
 
 __all__ = ["GroupLossScale"]
 
+# Between normal float32 numbers: the largest ratio of two scales whose inverse is one too.
+_WIDEST = 2.0**126
 # The reference's rule: every good step, and every overflow.
 _REFERENCE_GROWTH, _REFERENCE_BACKOFF = 2.0 ** (1 / 1000), 2.0**-0.5
 
@@ -116,6 +124,13 @@ class GroupLossScale:
         bounds = [check_bounds(caller, a, b) for a, b in zip(low, high, strict=True)]
         set_("min_scale", tuple(a for a, _ in bounds))
         set_("max_scale", tuple(b for _, b in bounds))
+        most, least = max(self.max_scale), min(self.min_scale)
+        if most / least > _WIDEST:
+            raise ValueError(
+                f"{caller}: the largest max_scale, {most:g}, must be at most 2**126 times the smallest "
+                f"min_scale, {least:g}, or float32 can't hold what a boundary multiplies by; move the "
+                "bounds closer"
+            )
         scales = [check_scale(caller, "init", s, *b) for s, b in zip(first, bounds, strict=True)]
         set_("init", tuple(scales))
         set_("factor", check_factor(caller, self.factor))
@@ -183,10 +198,11 @@ class GroupLossScale:
 
         Raises:
           TypeError: an argument has a wrong type.
-          ValueError: ``group`` or ``ratio`` is out of range.
+          ValueError: ``group`` or ``ratio`` is out of range, or the state has other groups.
         """
         if isinstance(group, (bool, np.bool_)) or not isinstance(group, (int, np.integer)):
             raise TypeError(f"update_group: group must be an int, got {group!r}")
+        check_own_state(state, (len(self),), "update_group")
         if not 1 <= group <= len(self):
             raise ValueError(
                 f"update_group: group must be from 1 to {len(self)} (the ends 0 and {len(self) + 1} "

@@ -251,17 +251,17 @@ def own_loop(
     return fn
 
 
-def check_own_state(state: Any, shape: tuple[int, ...]) -> None:
+def check_own_state(state: Any, shape: tuple[int, ...], caller: str = "value_and_grad") -> None:
     """Raise where a loop of one's own passes something else than a state with scales of ``shape``."""
     if not isinstance(state, LossScaleState):
         raise TypeError(
-            "value_and_grad: state must be a boostax.LossScaleState, the first argument, got "
+            f"{caller}: state must be a boostax.LossScaleState, the first argument, got "
             f"{type(state).__name__}; start with init_state()"
         )
     if jnp.shape(state.scale) != shape:
         of = lambda s: f"the scales of {s[0]} groups" if s else "one scale"
         raise ValueError(
-            f"value_and_grad: the state has {of(jnp.shape(state.scale))}, this loss scale "
+            f"{caller}: the state has {of(jnp.shape(state.scale))}, this loss scale "
             f"{of(shape)}; start with init_state()"
         )
 

@@ -10,6 +10,8 @@ import pytest
 from flax import linen
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import boostax
 from boostax import GroupLossScale
@@ -383,6 +385,11 @@ def test_groups_of_leaves():
         (ValueError, "max_scale must be finite and at least", {"max_scale": [1e-9, 2.0**24]}),
         (ValueError, "factor must be a finite number > 1", {"factor": 1.0}),
         (TypeError, "window must be an int", {"window": 2.5}),
+        (
+            ValueError,
+            "must be at most 2.*126 times the smallest min_scale",
+            {"init": 1.0, "min_scale": [2.0**-80, 1.0], "max_scale": [1.0, 2.0**80]},
+        ),
         (ValueError, "rule must be .* Did you mean 'reference'", {"rule": "referense"}),
     ],
 )
@@ -399,6 +406,11 @@ def test_wrong_uses():
             scaling.update_group(state, group, 2.0)
     with pytest.raises(TypeError, match="group must be an int"):
         scaling.update_group(state, True, 2.0)
+    with pytest.raises(TypeError, match=r"state must be a boostax\.LossScaleState"):
+        scaling.update_group(None, 1, 2.0)
+    with pytest.raises(ValueError, match="update_group: the state has one scale"):
+        scaling.update_group(boostax.DynamicLossScale().init_state(), 1, 2.0)
+    assert float(scaling.update_group(state, 1, jnp.float32(0.5))[1]) == 2.0**14
     with pytest.raises(ValueError, match="ratio must be finite and above 0"):
         scaling.update_group(state, 1, 0.0)
     clipped, new = scaling.update_group(state, np.int64(2), 1e30)
@@ -412,6 +424,52 @@ def test_wrong_uses():
         boostax.set_loss_scale(state, [1.0, 2.0, 3.0])
     np.testing.assert_array_equal(boostax.set_loss_scale(state, [1.0, 2.0]).scale, [1, 2])
     np.testing.assert_array_equal(boostax.set_loss_scale(state, 4).scale, [4, 4])
+
+
+def test_a_loop_of_ones_own_takes_what_the_function_takes():
+    scaling = GroupLossScale(["a", "b"])
+    params = {"a": jnp.float32(2.0), "b": jnp.float32(3.0)}
+
+    def fun(params, x, train, *, name, act):
+        value = act(params["a"] * params["b"]) * x if train else jnp.float32(0)
+        return value, {"name": name, "x": x, "value": value}
+
+    fn = scaling.value_and_grad(fun, has_aux=True)
+    (value, aux), grads, finite, _ = fn(
+        scaling.init_state(), params, np.float32(5), True, name="n", act=lambda v: v
+    )
+    assert (float(value), aux["name"], float(aux["x"]), float(aux["value"])) == (30, "n", 5, 30)
+    assert (float(grads["a"]), float(grads["b"]), bool(finite)) == (15, 10, True)
+    state = scaling.init_state()
+    for wrong, match in (
+        (lambda p: (p["a"], p["b"]), "got tuple; with .scalar, aux. pass has_aux=True"),
+        (lambda p: jnp.stack([p["a"], p["b"]]), r"got shape \(2,\)"),
+        (lambda p: p["a"] * 1j, "dtype complex64"),
+    ):
+        with pytest.raises(TypeError, match=match):
+            scaling.value_and_grad(wrong)(state, params)
+        with pytest.raises(TypeError, match=match):
+            boostax.DynamicLossScale().value_and_grad(wrong)(
+                boostax.DynamicLossScale().init_state(), params
+            )
+
+
+@pytest.mark.parametrize("checks", [True, False])
+def test_gradients_are_the_same_on_all_devices_of_a_shard_map(checks):
+    scaling = GroupLossScale(["a", "b"], init=[4.0, 64.0])
+    params = {"a": jnp.float32(2.0), "b": jnp.float32(3.0)}
+    mesh = jax.make_mesh((2,), ("i",), (AxisType.Auto,), devices=jax.devices()[:2])
+    fn = scaling.value_and_grad(lambda p, x: jnp.sum(p["a"] * x * p["b"]), axis_name="i")
+
+    def local(state, params, x):
+        _, grads, finite, state = fn(state, params, x)
+        return (grads if checks else jax.lax.psum(grads, "i")), finite, state
+
+    mapped = jax.shard_map(
+        local, mesh=mesh, in_specs=(P(), P(), P("i")), out_specs=P(), check_vma=checks
+    )
+    grads, finite, _ = jax.jit(mapped)(scaling.init_state(), params, jnp.float32([1.0, 4.0]))
+    assert (float(grads["a"]), float(grads["b"]), bool(finite)) == (15, 10, True)
 
 
 class Net(linen.Module):

@@ -408,8 +408,14 @@ class TestArguments:
             DynamicLossScale(**{name: value})
 
     def test_more_ranges(self):
-        with pytest.raises(ValueError, match=r"factor must be a finite number > 1, got 1\.0"):
-            DynamicLossScale(factor=1)
+        for factor in (1, 1.00000001):  # the second is 1 in float32
+            with pytest.raises(ValueError, match=r"factor must be a finite number > 1 in float32"):
+                DynamicLossScale(factor=factor)
+        assert DynamicLossScale(init=np.float32(8), factor=jnp.float32(4)).factor == 4.0
+        largest = set_loss_scale(
+            DynamicLossScale().init_state(), 3.4028235e38
+        )  # as NumPy prints it
+        assert float(largest.scale) == np.finfo(np.float32).max
         with pytest.raises(ValueError, match=r"max_scale must be finite and at least min_scale=8"):
             DynamicLossScale(init=8, min_scale=8, max_scale=4)
         with pytest.raises(ValueError, match=r"min_scale must be a float32 number of at least"):

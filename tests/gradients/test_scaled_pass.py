@@ -23,7 +23,7 @@ def test_the_largest_scales_give_the_true_gradient_or_an_overflow(kind, exponent
     if kind == "one":
         scaling = DynamicLossScale(scale, max_scale=MOST)
     else:
-        scaling = GroupLossScale(["head", "body"], init=[4.0, scale], max_scale=MOST)
+        scaling = GroupLossScale(["head", "body"], init=[4.0, scale], min_scale=4.0, max_scale=MOST)
     step = jax.jit(scaling.value_and_grad(loss))
     _, grads, finite, state = step(scaling.init_state(), params, x)
     assert bool(finite) == (exponent == 126)
