@@ -48,6 +48,7 @@ def chain(kind: str) -> optax.GradientTransformationExtraArgs:
     inner = {
         "gradients": [boostax.adasum("data"), sgd],
         "window": [boostax.adasum("data"), sgd],
+        "scaled": [boostax.adasum("data"), sgd],
         "deltas": [optax.adam(0.02), boostax.adasum("data")],
         "hosts": [boostax.adasum("host", inner_axis="device"), sgd],
     }[kind]
@@ -62,13 +63,13 @@ def mesh_of(kind: str, devices: Any, hosts: int) -> Mesh:
     return Mesh(np.asarray(devices), ("data",))
 
 
-def batch_of(number: int, devices: int) -> dict[str, np.ndarray]:
+def batch_of(number: int, devices: int, kind: str = "") -> dict[str, np.ndarray]:
     """Return the whole batch of a step, over all processes."""
     rng = np.random.RandomState(number)
-    return {
-        "x": rng.normal(size=(EACH * devices, FEATURES)).astype(np.float32),
-        "y": rng.randint(CLASSES, size=EACH * devices),
-    }
+    x = rng.normal(size=(EACH * devices, FEATURES)).astype(np.float32)
+    if kind == "scaled" and number == 2:
+        x[-1] = np.inf  # the last process's
+    return {"x": x, "y": rng.randint(CLASSES, size=EACH * devices)}
 
 
 def train(
@@ -79,16 +80,24 @@ def train(
     after: Callable[[int, Any], None] = lambda number, state: None,
 ) -> Any:
     """Train on a mesh; each process feeds its own part of the batch. Return the last state."""
-    step = boostax.train_step(loss, chain(kind), mesh=mesh)
+    scaling = boostax.GroupLossScale(["bias", "kernel"], init=8.0) if kind == "scaled" else None
+    step = boostax.train_step(loss, chain(kind), mesh=mesh, loss_scale=scaling)
     state = state_of(step.init(init(), rng=jax.random.key(0)))
     index, count = jax.process_index(), jax.process_count()
     for number in range(int(state.attempt), STEPS):
-        batch = batch_of(number, mesh.size)
+        batch = batch_of(number, mesh.size, kind)
         rows = len(batch["y"]) // count
         mine = {key: x[index * rows : (index + 1) * rows] for key, x in batch.items()}
         state, _ = step(state, mine)
         after(number, state)
     return state
+
+
+def told(state: Any) -> Any:
+    """Return what a run ends with: parameters, and the loss scales where there are some."""
+    if state.loss_scale is None:
+        return state.params
+    return {**state.params, "scales": state.loss_scale.scale}
 
 
 def whole(tree: Any) -> Any:
@@ -136,7 +145,7 @@ def main(folder: pathlib.Path, options: dict[str, str]) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
     mesh = mesh_of(kind, jax.devices(), processes.count)
     state = train(kind, mesh, state_of=restored, after=after)
-    params = whole(state.params)
+    params = whole(told(state))
     np.savez(folder / f"params-{processes.index}.npz", **flatten(params))
     print(f"done: {processes}", flush=True)
 
