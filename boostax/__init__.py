@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from boostax.updates.basis import TrajectoryBasis as TrajectoryBasis
     from boostax.updates.centralize import centralize as centralize
     from boostax.updates.centralize import centralized_axes as centralized_axes
+    from boostax.updates.dim_reduce import DimReduceState as DimReduceState
+    from boostax.updates.dim_reduce import dim_reduce as dim_reduce
     from boostax.updates.freeze import FreezeState as FreezeState
     from boostax.updates.freeze import Freezing as Freezing
     from boostax.updates.freeze import freeze as freeze
@@ -89,6 +91,8 @@ _HOME = {
     "thor": "updates.thor",
     "trajectory_basis": "updates.trajectory_basis",
     "TrajectoryBasis": "updates.basis",
+    "dim_reduce": "updates.dim_reduce",
+    "DimReduceState": "updates.dim_reduce",
     "LossAux": "training.contract",
     "Categorical": "training.predictive",
     "Gaussian": "training.predictive",

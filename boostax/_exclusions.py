@@ -30,8 +30,10 @@ class Exclusion:
     applies: Callable[[BoostConfig, frozenset[str]], bool] = lambda config, parts: True
 
 
-# Parts of optax that evaluate the loss at trial points.
-LINE_SEARCHES = frozenset({"scale_by_zoom_linesearch", "scale_by_backtracking_linesearch"})
+# What evaluates the loss at trial points.
+LINE_SEARCHES = frozenset(
+    {"scale_by_zoom_linesearch", "scale_by_backtracking_linesearch", "dim_reduce"}
+)
 # A base optimizer that updates only once in several calls by itself.
 WINDOWS = frozenset({"MultiSteps", "accumulate"})
 # What exchanges between devices by itself.

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from boostax._info import find
 from boostax._tree import path_string
 from boostax.errors import did_you_mean
 
@@ -25,6 +26,16 @@ def check_inner(inner: Any) -> optax.GradientTransformationExtraArgs:
         # optax.MultiSteps and its like are classes of their own.
         return optax.GradientTransformationExtraArgs(inner.init, inner.update)
     return optax.with_extra_args_support(inner)
+
+
+def check_no_trials(inner: Any, every: Any) -> None:
+    """Refuse dim_reduce in a window of several calls."""
+    if every != 1 and find(inner, "dim_reduce") is not None:
+        raise ValueError(
+            "accumulate: inner holds dim_reduce, whose trials need the loss of the whole window, and a "
+            "window across calls keeps only the last micro-batch; use boostax.microbatch, or "
+            "train_step(microbatch=n)"
+        )
 
 
 def takes(update: Any, name: str) -> bool:

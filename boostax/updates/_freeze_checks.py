@@ -25,6 +25,12 @@ def check_no_window(inner: Any) -> None:
             "freeze: inner holds local_steps. A leaf frozen between two exchanges would stay apart on "
             "each device for as long; freeze inside it, local_steps(freeze(inner, freezing), ...)"
         )
+    if _info.find(inner, "dim_reduce") is not None:
+        raise ValueError(
+            "freeze: inner holds dim_reduce, which takes curvature from differences of projected "
+            "gradients, and these would mix leaves that are frozen with leaves that are not; make the "
+            "basis without the leaves that are to stay (trajectory_basis(..., exclude=...))"
+        )
     if found is not None:
         raise ValueError(
             f"freeze: inner holds {found}, whose window of several gradients would lie inside the "

@@ -28,6 +28,7 @@ from boostax.updates._accumulate_checks import (
     check_choice,
     check_every,
     check_inner,
+    check_no_trials,
     check_sums,
     extra_templates,
     is_float0,
@@ -144,6 +145,7 @@ def accumulate(
     if reduce is None:
         reduce = "sum" if use_grad_mean is not None and not use_grad_mean else "mean"
     every = check_every(every)
+    check_no_trials(inner, every)
     check_choice("reduce", reduce, ("mean", "sum"))
     check_choice("nonfinite", nonfinite, _POLICIES)
     dtype = jax.dtypes.canonicalize_dtype(accumulator_dtype)

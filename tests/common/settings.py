@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import boostax
@@ -92,6 +93,15 @@ def _windows_of_thor():
     layers = boostax.capture_layers(plain.loss, plain.init(), batch)
     thor = boostax.thor(0.05, 0.1, layers=layers, frequency=2, early=())
     return boostax.accumulate(thor, 2)
+
+
+def _dim_reduce():
+    """Three directions that reach every number of the perceptron."""
+    params = plain.init()
+    size = sum(leaf.size for leaf in jax.tree.leaves(params))
+    rows = np.linalg.qr(np.random.default_rng(5).normal(size=(size, 3)))[0].T
+    basis = boostax.TrajectoryBasis.from_array(rows.astype(np.float32), params)
+    return boostax.dim_reduce(basis, alpha=0.1)
 
 
 def _windows_that_freeze():
@@ -284,6 +294,14 @@ ROWS: tuple[Row, ...] = (
         does_not_apply=_NOT_A_TRANSFORMATION,
     ),
     Row(
+        name="train_step_dim_reduce",
+        covers=("train_step", "dim_reduce"),
+        seam="all",
+        cycle=2,
+        program=programs.plain_step(_dim_reduce),
+        does_not_apply=_NOT_A_TRANSFORMATION,
+    ),
+    Row(
         # Powers of two: in float32 the gradients are those of no scale, bit for bit.
         name="train_step_loss_scale",
         covers=("train_step", "DynamicLossScale"),
@@ -379,6 +397,7 @@ NOT_TECHNIQUES: dict[str, str] = {
     "TrainState": "the state of train_step",
     "trajectory_basis": "reads directions out of snapshots; changes nothing in training",
     "TrajectoryBasis": "what trajectory_basis found",
+    "DimReduceState": "the state of dim_reduce",
     "SnapshotWriter": "keeps snapshots of the parameters; changes nothing in training",
     "ConfigError": "an error of the config loader",
     "MissingExtraError": "an error about a missing package",
