@@ -191,7 +191,7 @@ def dim_reduce(
     )
 
     def update(
-        updates: Any, state: DimReduceState, params: Any = None, **extra_args: Any
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, DimReduceState]:
         _check_call(params, extra_args)
         check_matches(settings, state)
@@ -252,13 +252,14 @@ def _update(
     incoming = jax.tree.leaves(updates)
     gradients = own.only(incoming)
 
-    def whole(leaves: Any) -> Any:
-        """Return an update of covered leaves as ``tx`` returns it; other leaves don't move."""
-        cast = [u.astype(g.dtype) for u, g in zip(leaves, gradients, strict=True)]
-        return jax.tree.unflatten(
-            jax.tree.structure(updates),
-            jax.tree.leaves(own.fill(cast, [_still(leaf) for leaf in incoming])),
-        )
+    def cast(leaves: Any) -> list[Any]:
+        return [u.astype(g.dtype) for u, g in zip(leaves, gradients, strict=True)]
+
+    def behind(leaves: Any) -> Any:
+        """Return the parameters after an update of the covered leaves, as ``tx``'s user adds it."""
+        held = jax.tree.leaves(params)
+        moved: Any = optax.apply_updates(list(own.only(held)), cast(leaves))
+        return own.fill(moved, held)
 
     loss = bound_loss(extra["value_fn"], extra)
     gradient = basis.project(updates).astype(wide)
@@ -274,16 +275,17 @@ def _update(
         momentum=[] if state.momentum is None else jax.tree.leaves(state.momentum),
         value=value,
         back=lambda c: own.only(jax.tree.leaves(basis.combine(c))),
-        loss_at=lambda leaves: loss(optax.apply_updates(params, whole(leaves))),
+        loss_at=lambda leaves: loss(behind(leaves)),
     )
     rule: Callable[..., Any] = reference if settings.mode == "reference" else default
     leaves, momentum, new = rule(settings, state, problem)
     if state.momentum is not None:
         # A leaf wider than the basis would widen its momentum.
         old = jax.tree.leaves(state.momentum)
-        cast = [new_leaf.astype(o.dtype) for new_leaf, o in zip(momentum, old, strict=True)]
-        new = new._replace(momentum=jax.tree.unflatten(jax.tree.structure(state.momentum), cast))
-    return whole(leaves), new
+        kept = [leaf.astype(o.dtype) for leaf, o in zip(momentum, old, strict=True)]
+        new = new._replace(momentum=jax.tree.unflatten(jax.tree.structure(state.momentum), kept))
+    full = jax.tree.leaves(own.fill(cast(leaves), [_still(leaf) for leaf in incoming]))
+    return jax.tree.unflatten(jax.tree.structure(updates), full), new
 
 
 def _still(leaf: Any) -> Any:
