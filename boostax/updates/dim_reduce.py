@@ -154,7 +154,7 @@ def dim_reduce(
     Raises:
       TypeError: an argument has a wrong type.
       ValueError: an argument is out of range; the parameters lack a leaf of the basis; ``update`` got
-        no ``params``, ``value`` or ``value_fn``, or is called inside a window or a freeze.
+        no ``params``, ``value`` or ``value_fn``.
       StateMismatchError: a state was made with another basis.
 
     Example:
@@ -302,11 +302,6 @@ def _check_call(params: Any, extra: dict[str, Any]) -> None:
         raise ValueError(
             f"dim_reduce: update got no {' and no '.join(missing)}; call update(grads, state, params, "
             "value=loss, value_fn=loss_of_params), or train with boostax.train_step"
-        )
-    if "freeze_index" in extra:
-        raise ValueError(
-            "dim_reduce: it can't be used inside freeze, whose leaves change from step to step, so "
-            "that differences of projected gradients tell no curvature; exclude leaves from the basis"
         )
 
 

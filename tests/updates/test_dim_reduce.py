@@ -15,7 +15,7 @@ from jax.sharding import AxisType
 import boostax
 from boostax import DimReduceState, StateMismatchError, TrajectoryBasis, dim_reduce
 from boostax.updates._skip import find_state
-from tests.common.harness import assert_bitwise
+from tests.common.harness import assert_bitwise, mesh_of
 from tests.models import data, linen_net, nnx_net, plain
 
 
@@ -385,14 +385,11 @@ def test_bad_calls():
 
 
 def test_windows_and_freezing_around_it_are_refused():
-    tx, params = dim_reduce(basis_of([[1.0, 0.0]])), {"w": jnp.ones(2)}
+    tx = dim_reduce(basis_of([[1.0, 0.0]]))
     with pytest.raises(ValueError, match="the loss of the whole window"):
         boostax.accumulate(tx, 2)
     with pytest.raises(ValueError, match="freeze: inner holds dim_reduce"):
         boostax.freeze(tx, boostax.Freezing([["w"]], (0,)))
-    given = {"value": 1.0, "value_fn": lambda p: 1.0, "freeze_index": 0}
-    with pytest.raises(ValueError, match="inside freeze"):
-        tx.update(params, tx.init(params), params, **given)
     assert boostax.accumulate(tx, 1) is not None
 
 
@@ -456,6 +453,15 @@ def test_devices_and_micro_batches_change_nothing(count, kind, micro):
     ):
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
     assert int(inside(states[-1]).trials) == int(inside(alone[2]).trials)
+
+
+def test_an_exchange_inside_tx_is_refused():
+    tx, *_ = _plain()
+    step = boostax.train_step(
+        plain.loss, optax.chain(boostax.all_reduce("data"), tx), mesh=mesh_of(2)
+    )
+    with pytest.raises(ValueError, match="leave the exchange out of tx"):
+        step.init(plain.init())
 
 
 def test_parameters_split_over_a_model_axis():
