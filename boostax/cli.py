@@ -77,6 +77,9 @@ def _run(arguments: list[str]) -> int:
     if args.command is None:
         parser.print_help(sys.stderr)
         return 2
+    if args.command == "compare" and "scipy" not in sys.modules:
+        # LAPACK's own threads and XLA's wait for each other on a small machine; it is read only once.
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     code = guarded(f"boostax {args.command}", args.run, args)
     _flush()
     return code

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Train a task with several configs on paired seeds, and report how long each takes to "
         "reach a target. Without arguments: a small conv net on scikit-learn's digits, plain, at "
-        "level O1, with accumulation and with centralization."
+        "level O1, with accumulation, with centralization and with THOR."
     )
     parser.add_argument(
         "task",
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="JSON",
         help="boostax configs, one an arm; the first is the plain arm that the others are held "
-        "against ({} will do); default: the four of the digits, with no more groups of layers than "
+        "against ({} will do); default: the five of the digits, with no more groups of layers than "
         "the model has",
     )
     parser.add_argument(

@@ -223,9 +223,10 @@ def gradient_errors(
         errors[block.kernel] = float(
             jnp.where(norm == 0, difference, difference / jnp.where(norm == 0, 1, norm))
         )
-        eps[block.kernel] = max(
-            plan.found.sites[p.place].eps for p in plan.parts if p.layer == block.kernel
-        )
+        # Gradients of half-precision leaves are rounded, whatever they are computed in.
+        kept = [jnp.finfo(by_path[path].dtype).eps for path in block.leaves]
+        used = [plan.found.sites[p.place].eps for p in plan.parts if p.layer == block.kernel]
+        eps[block.kernel] = float(max(*kept, *used))
     return errors, eps
 
 

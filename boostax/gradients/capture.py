@@ -188,7 +188,7 @@ class _Forms:
 
     def __call__(self, params: Any) -> tuple[CanonicalLoss, Any, Any]:
         """Return the loss, the parameters, and the model's own state (None for linen and plain)."""
-        from boostax.training._start import nnx_module
+        from boostax.training._start import check_arrays, nnx_module
 
         if nnx_module(params) is None:
             if hasattr(params, "apply") and hasattr(params, "init"):
@@ -196,6 +196,7 @@ class _Forms:
                     f"capture_layers needs parameters, got the linen module {type(params).__name__}; "
                     "pass model.init(key, inputs)['params']"
                 )
+            check_arrays(params, "capture_layers")
             return canonical_loss(self.loss_fn, has_aux=bool(self.has_aux)), params, None
         from flax import nnx
 

@@ -139,8 +139,8 @@ class CapturedLayers:
           batch: the batch.
           model_state: as for :meth:`value_and_grad`.
           rng: as for :meth:`value_and_grad`.
-          rtol: largest allowed error, relative to the gradient's norm. Default None: 1e-5, or 8 machine
-            epsilons of the layer's dtype where that is more, as in bfloat16.
+          rtol: largest allowed error, relative to the gradient's norm. Default None: 1e-5, or, where
+            that is more, 8 machine epsilons of the coarsest dtype of the layer and its leaves.
 
         Returns:
           The relative error by the kernel's path.
@@ -161,6 +161,9 @@ class CapturedLayers:
                 "first order with exclude="
             )
         return errors
+
+    def __str__(self) -> str:
+        return self.describe()
 
     def __hash__(self) -> int:
         return self.fingerprint

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from boostax._tree import path_string
 from boostax.training.state import TrainState
 
 
@@ -47,6 +49,17 @@ def raw_key(rng: Any) -> tuple[jax.Array, str]:
     """Return the raw data of a key, and its kind."""
     key = typed_key(rng)
     return jax.random.key_data(key), str(jax.random.key_impl(key))
+
+
+def check_arrays(params: Any, caller: str) -> None:
+    """Raise where a leaf is no array or number, as a model's functions and texts are."""
+    for key_path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if not hasattr(leaf, "dtype") and not isinstance(leaf, numbers.Number):
+            raise TypeError(
+                f"{caller}: the parameter {path_string(key_path)!r} must be an array, got "
+                f"{type(leaf).__name__}; train the arrays alone (of an Equinox model: "
+                "eqx.partition(model, eqx.is_inexact_array), and eqx.combine inside the loss)"
+            )
 
 
 def strong_copy(tree: Any) -> Any:

@@ -27,6 +27,7 @@ from boostax.training._on_mesh import OnMesh
 from boostax.training._scaling import check_scaling_state, first_scale, seen_by_tx
 from boostax.training._settings import Settings
 from boostax.training._start import (
+    check_arrays,
     check_extra,
     check_state,
     needs_key,
@@ -143,6 +144,7 @@ class TrainStep:
                     "pass model.init(key, inputs)['params']"
                 )
             params = model_or_params
+            check_arrays(params, "init")
             model_state = flax.core.unfreeze(model_state)
         if not jax.tree.leaves(params):
             raise ValueError("init: the parameters hold no arrays, so there is nothing to train")

@@ -90,6 +90,8 @@ def check_rate(caller: str, argument: str, value: Any) -> Any:
         raise TypeError(
             f"{caller}: {argument} must be a number or a schedule of the update count, got {value!r}"
         )
+    if value < 0:
+        raise ValueError(f"{caller}: {argument} must be at least 0, got {value!r}")
     return float(value)
 
 

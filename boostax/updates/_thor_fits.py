@@ -23,8 +23,9 @@ def checked_stats(
     if stats is None:
         raise ValueError(
             f"{settings.caller}: this update is to refresh the factors, but it got no statistics; "
-            "build the step with train_step(loss_fn, tx, layers=layers), or take stats from "
-            "layers.value_and_grad(params, batch, due=state.due) and call update(..., stats=stats)"
+            "train_step hands them over by itself where it finds the layers in tx, or is given layers=; "
+            "in a loop of your own take stats from layers.value_and_grad(params, batch, due=state.due) "
+            "and call tx.update(..., stats=stats), not Flax's apply_gradients"
         )
     for i in live:
         block = settings.blocks[i]

@@ -150,7 +150,8 @@ def scale_by_thor(
         running average, no early refreshes, no split damping and no KL clip, adds the root of the
         damping to A and G, and takes the batch size from the extra argument ``weight``.
       axis_name: axes of a ``shard_map``, ``pmap`` or ``vmap`` of your own, over which statistics
-        are averaged by ``weight``, and inverses are shared out: each device inverts its part.
+        are averaged by ``weight``, and inverses are shared out: each device inverts its part. The
+        gradients are yours to average, ahead of it (:func:`boostax.all_reduce`, ``lax.pmean``).
         Default None; ``train_step`` with a mesh needs none.
 
     Returns:

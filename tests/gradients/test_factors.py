@@ -5,6 +5,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 
@@ -224,6 +225,26 @@ def test_drawing_labels_leaves_loss_and_gradients_as_they_are_and_needs_a_key():
     np.testing.assert_allclose(grads["w"], gradient["w"], rtol=1e-6)
     with pytest.raises(ValueError, match="needs a random key; pass rng="):
         layers.value_and_grad(params, x)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_the_check_allows_for_the_rounding_of_half_precision_leaves(dtype):
+    params = {"w": normal(8, 4).astype(dtype)}
+    loss = lambda p, x: jnp.mean((jnp.tanh(x @ p["w"].astype(jnp.float32)) - 1) ** 2)
+    x = normal(16, 8, seed=1)
+    layers = capture_layers(loss, params, x)
+    assert 1e-5 < layers.check(params, x)["w"] < 8 * float(jnp.finfo(dtype).eps)
+    assert str(layers) == layers.describe()
+
+
+def test_functions_among_the_parameters_are_named():
+    params = {"w": normal(2, 2), "act": jnp.tanh}
+    loss = lambda p, x: jnp.mean(p["act"](x @ p["w"]))
+    wanted = r"the parameter 'act' must be an array, got .*eqx\.partition"
+    with pytest.raises(TypeError, match=f"capture_layers: {wanted}"):
+        capture_layers(loss, params, normal(3, 2))
+    with pytest.raises(TypeError, match=f"init: {wanted}"):
+        boostax.train_step(loss, optax.sgd(0.1)).init(params)
 
 
 def test_resting_and_frozen_layers_have_zeros_and_cost_nothing():
