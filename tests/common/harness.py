@@ -146,11 +146,21 @@ def for_rows_on_devices(check: str, rows: Sequence[Row]) -> pytest.MarkDecorator
     return pytest.mark.parametrize(
         ("row", "count"),
         [
-            pytest.param(row, count, id=f"{row.name}-{count}", marks=_left_out(check, row))
+            pytest.param(
+                row,
+                count,
+                id=f"{row.name}-{count}",
+                marks=_left_out(check, row) + _slow(row, count),
+            )
             for row in rows
             for count in _counts(check, row)
         ],
     )
+
+
+def _slow(row: Row, count: int) -> list[pytest.MarkDecorator]:
+    """Compiling for each number of devices takes long; 1, 2 and 8 are run each time."""
+    return [pytest.mark.slow] if count in (3, 4) else []
 
 
 def _counts(check: str, row: Row) -> tuple[int, ...]:

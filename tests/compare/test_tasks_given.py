@@ -37,6 +37,7 @@ def test_the_example_has_30_lines_and_runs(tmp_path):
     assert all(len(runs[name][0]["loss"]) == 3 for name in ("plain", "o1"))
 
 
+@pytest.mark.slow
 def test_the_example_runs_without_configs(tmp_path):
     task, _ = load_task(f"{EXAMPLES / 'my_task.py'}:task")
     built = build_all(plan_of(task, default_arms(), 4))

@@ -88,7 +88,14 @@ class TestAdaSum:
         assert moments.tolist() == [[1.5, 0], [1.5, 0], [0, 1.5], [0, 1.5]]
         assert moments.sharding.spec[0] == "data"
 
-    @pytest.mark.parametrize(("on", "count"), [("gradient", 3), ("update", 2), ("update", 8)])
+    @pytest.mark.parametrize(
+        ("on", "count"),
+        [
+            pytest.param("gradient", 3, marks=pytest.mark.slow),
+            ("update", 2),
+            pytest.param("update", 8, marks=pytest.mark.slow),
+        ],
+    )
     def test_equals_replicas_by_hand(self, on, count):
         parts = [optax.adam(0.05), adasum()]
         tx = optax.chain(*(parts if on == "update" else parts[::-1]))
@@ -220,6 +227,7 @@ class TestRestore:
         tx = boostax.accumulate(optax.chain(optax.adam(0.05), adasum()), 2)
         return boostax.train_step(plain.loss, tx, mesh=mesh_of(count), donate=False)
 
+    @pytest.mark.slow  # a row of the common suite does it with two devices
     def test_bitwise_from_every_point(self):
         step = self.make(4)
         states = [step.init(plain.init())]
