@@ -50,7 +50,7 @@ class DimReduceState(NamedTuple):
     """The state of :func:`dim_reduce`.
 
     Attributes:
-      components: the basis, for each covered leaf in tree order its part (k, *leaf shape).
+      components: the basis, for each covered leaf in tree order its part ``(k, *shape)``.
       fingerprint: uint32 scalar, stands for the basis.
       metric: (k, k) float32, B; the next step updates it by the pair below first.
       gradient: (k,) float32, the projected gradient of the last accepted step.
