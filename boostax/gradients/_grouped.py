@@ -18,7 +18,7 @@ from boostax.parallel.reduce import any_device
 if TYPE_CHECKING:
     from boostax.gradients.group_loss_scale import GroupLossScale
 
-__all__ = ["blamed_groups", "by_label", "group_numbers", "labels_of", "leaf_overflows"]
+__all__ = ["blame", "by_label", "group_numbers", "labels_of"]
 
 
 def by_label(scales: jax.Array) -> jax.Array:
@@ -45,7 +45,7 @@ def labels_of(
     return label_jaxpr(jaxpr, [*leaves, *[None] * others], len(scaling))
 
 
-def leaf_overflows(grads: Sequence[Any], groups: Sequence[int], count: int) -> jax.Array:
+def _leaf_overflows(grads: Sequence[Any], groups: Sequence[int], count: int) -> jax.Array:
     """Say for each group whether a gradient in it is not finite."""
     bad = [jnp.bool_(False)] * count
     for grad, group in zip(grads, groups, strict=True):
@@ -54,9 +54,38 @@ def leaf_overflows(grads: Sequence[Any], groups: Sequence[int], count: int) -> j
     return jnp.stack(bad)
 
 
-def blamed_groups(
-    labels: Labels, amax: jax.Array, leaves: jax.Array, axes: Any = None
-) -> jax.Array:
+def blame(
+    scaling: GroupLossScale,
+    labels: Labels,
+    params: Any,
+    flags: Sequence[bool],
+    grads: Any,
+    amax: jax.Array,
+    axes: Any = None,
+) -> tuple[jax.Array, dict[str, Any]]:
+    """Say whether a gradient is not finite, and what ``scaling.update`` is to know of the groups.
+
+    Args:
+      scaling: the loss scale.
+      labels: where its boundaries are.
+      params: the parameters.
+      flags: which leaves are differentiated.
+      grads: the gradients, unscaled.
+      amax: what the boundaries emitted.
+      axes: names of the mesh axes over which the devices decide together. Default None.
+
+    Returns:
+      A bool of this device, and ``blamed`` and ``active`` by name.
+    """
+    pairs = zip(group_numbers(scaling, params), jax.tree.leaves(grads), flags, strict=True)
+    used = [(group, grad) for group, grad, flag in pairs if flag]
+    groups = [group for group, _ in used]
+    bad = _leaf_overflows([grad for _, grad in used], groups, len(scaling))
+    active = jnp.asarray(np.isin(np.arange(1, len(scaling) + 1), groups))
+    return jnp.any(bad), {"blamed": _blamed(labels, amax, bad, axes), "active": active}
+
+
+def _blamed(labels: Labels, amax: jax.Array, leaves: jax.Array, axes: Any) -> jax.Array:
     """Say for each group whether an overflow arose in it.
 
     It arose in a group that something not finite comes out of, towards its leaves or the groups ahead,
@@ -67,7 +96,7 @@ def blamed_groups(
       labels: the boundaries.
       amax: what they emitted.
       leaves: bool, one a group: whether a gradient is not finite.
-      axes: names of the mesh axes over which the devices decide together. Default None.
+      axes: names of the mesh axes over which the devices decide together, or None.
 
     Returns:
       bool, one a group. What it holds where all is finite has no meaning.
@@ -122,16 +151,11 @@ def own_group_loop(
         passes = watched_value_and_grad(loss, groups=scaling, note=noted.append)
         (value, aux), grads, _, amax = passes(params, None, given.arrays, None, scales=state.scale)
         flags = trained_leaves(params, None)
-        chosen = [g for g, flag in zip(jax.tree.leaves(grads), flags, strict=True) if flag]
-        numbers = group_numbers(scaling, params)
-        groups = [n for n, flag in zip(numbers, flags, strict=True) if flag]
-        bad = leaf_overflows(chosen, groups, len(scaling))
-        finite = ~jnp.any(bad) & jnp.isfinite(value)
+        bad, found = blame(scaling, noted[-1], params, flags, grads, amax, axis_name)
+        finite = ~bad & jnp.isfinite(value)
         if axis_name is not None:
             finite = ~any_device(~finite, axis_name)
-        blamed = blamed_groups(noted[-1], amax, bad, axis_name)
-        active = np.isin(np.arange(1, len(scaling) + 1), groups)
-        state = scaling.update(state, finite, blamed=blamed, active=active)
+        state = scaling.update(state, finite, **found)
         shown = (value, returned[-1].joined(aux.aux)) if has_aux else value
         return shown, grads, finite, state
 

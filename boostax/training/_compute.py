@@ -88,19 +88,15 @@ class StepFunction:
             finite, weight = self._agreed(finite, own_weight)
 
         value_fn = lambda params: self._loss.value(as_in(here, params), start, batch, rng)
+        grad_fn = lambda params: self._loss.all_gradients(
+            as_in(here, params), start, batch, rng, scales
+        )
         if scales is not None:
-            value_fn = with_gradient(
-                value_fn,
-                lambda params: self._loss.all_gradients(
-                    as_in(here, params), start, batch, rng, scales
-                ),
-            )
+            value_fn = with_gradient(value_fn, grad_fn)
         given: dict[str, Any] = {
             "value": loss,
             "grad": grads,
-            "grad_fn": lambda params, _: self._loss.all_gradients(
-                as_in(here, params), start, batch, rng, scales
-            ),
+            "grad_fn": lambda params, _: grad_fn(params),
             "obj_fn": lambda params: value_fn(params),  # optax's Sophia
             "weight": own_weight if self.settings.own_gradients else weight,
         }

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from boostax.errors import StateMismatchError
-from boostax.gradients._grouped import blamed_groups, group_numbers, leaf_overflows
+from boostax.gradients import _grouped
 from boostax.gradients._labels import Labels
 from boostax.gradients._scale_checks import scale_for
 from boostax.gradients.group_loss_scale import GroupLossScale
@@ -157,12 +157,7 @@ def blame(
         return None
     assert labels is not None
     flags = trained_leaves(params, trainable)
-    pairs = zip(group_numbers(scaling, params), jax.tree.leaves(grads), flags, strict=True)
-    used = [(group, grad) for group, grad, flag in pairs if flag]
-    groups = [group for group, _ in used]
-    bad = leaf_overflows([grad for _, grad in used], groups, len(scaling))
-    active = jnp.asarray(np.isin(np.arange(1, len(scaling) + 1), groups))
-    return Blame(blamed_groups(labels, amax, bad, axes), active)
+    return Blame(**_grouped.blame(scaling, labels, params, flags, grads, amax, axes)[1])
 
 
 def next_scale(
