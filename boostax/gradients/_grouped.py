@@ -12,7 +12,7 @@ import numpy as np
 from boostax._tree import leaf_paths
 from boostax.gradients._labels import Labels, label_jaxpr
 from boostax.gradients._scaled_pass import checked
-from boostax.gradients.loss_scale import check_own_state
+from boostax.gradients.loss_scale import check_own_function, check_own_state
 from boostax.parallel.reduce import any_device
 
 if TYPE_CHECKING:
@@ -129,10 +129,7 @@ def own_group_loop(
     from boostax.gradients.value_and_grad import trained_leaves
     from boostax.training.contract import LossAux
 
-    if not callable(fun):
-        raise TypeError(f"value_and_grad: fun must be a function, got {type(fun).__name__}")
-    if not isinstance(has_aux, bool):
-        raise TypeError(f"value_and_grad: has_aux must be a bool, got {has_aux!r}")
+    check_own_function(fun, has_aux)
 
     def fn(state: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         check_own_state(state, (len(scaling),))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from boostax import _compat
 
-__all__ = ["checked", "divided", "finite_leaves", "pulled", "seed", "usable", "wide_zeros"]
+__all__ = ["checked", "divided", "pulled", "seed", "usable", "wide_zeros"]
 
 # Smaller ratios are subnormal, and flushed to zero.
 _SMALLEST = 2.0**-126
@@ -81,12 +81,3 @@ def wide_zeros(leaf: Any) -> jax.Array:
     dtype = jnp.result_type(leaf)
     wide = jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.inexact) else dtype
     return jnp.zeros_like(leaf, dtype=wide)
-
-
-def finite_leaves(leaves: Sequence[Any]) -> jax.Array:
-    """Say whether all leaves are free of NaN and infinity."""
-    finite = jnp.bool_(True)
-    for leaf in leaves:
-        if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-            finite &= jnp.all(jnp.isfinite(leaf))
-    return finite

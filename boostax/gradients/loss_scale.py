@@ -27,8 +27,9 @@ from boostax.gradients._scale_checks import (
     check_window,
     scale_for,
 )
-from boostax.gradients._scaled_pass import finite_leaves, pulled
+from boostax.gradients._scaled_pass import pulled
 from boostax.parallel.reduce import all_devices
+from boostax.training.metrics import all_finite
 
 __all__ = ["DynamicLossScale", "FixedLossScale", "LossScaleState", "set_loss_scale"]
 
@@ -217,10 +218,7 @@ def own_loop(
     scaling: Any, fun: Callable[..., Any], argnums: Any, has_aux: bool, axis_name: Any
 ) -> Callable[..., Any]:
     """Return ``fn(state, *args) -> (value, grads, finite, state)`` for one scale."""
-    if not callable(fun):
-        raise TypeError(f"value_and_grad: fun must be a function, got {type(fun).__name__}")
-    if not isinstance(has_aux, bool):
-        raise TypeError(f"value_and_grad: has_aux must be a bool, got {has_aux!r}")
+    check_own_function(fun, has_aux)
     numbers = check_argnums(argnums)
 
     def fn(state: LossScaleState, *args: Any, **kwargs: Any) -> Any:
@@ -241,7 +239,7 @@ def own_loop(
             return out if has_aux else (out, None)
 
         value, grads, aux = pulled(of_chosen, [args[n] for n in numbers], state.scale)
-        finite = finite_leaves([value, *jax.tree.leaves(grads)])
+        finite = all_finite(value, jax.tree.leaves(grads))
         if axis_name is not None:
             finite = all_devices(finite, axis_name)
         shown = (value, aux) if has_aux else value
@@ -249,6 +247,14 @@ def own_loop(
         return shown, chosen, finite, scaling.update(state, finite)
 
     return fn
+
+
+def check_own_function(fun: Any, has_aux: Any) -> None:
+    """Raise where a loop of one's own asks for the gradient of something else than a function."""
+    if not callable(fun):
+        raise TypeError(f"value_and_grad: fun must be a function, got {type(fun).__name__}")
+    if not isinstance(has_aux, bool):
+        raise TypeError(f"value_and_grad: has_aux must be a bool, got {has_aux!r}")
 
 
 def check_own_state(state: Any, shape: tuple[int, ...], caller: str = "value_and_grad") -> None:
