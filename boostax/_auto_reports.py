@@ -1,4 +1,4 @@
-"""What AutoBoost says of itself: the report of a model's rewrite, and the description."""
+"""What AutoBoost says of itself: its description."""
 
 from __future__ import annotations
 
@@ -20,24 +20,7 @@ if TYPE_CHECKING:
     from boostax.config import BoostConfig
     from boostax.training.describe import ParameterFate, StepDescription
 
-__all__ = ["BoostDescription", "ModelReport", "chain_order", "describe_boost"]
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelReport:
-    """What :meth:`AutoBoost.model` changed.
-
-    Attributes:
-      changed: the paths of the changed layers, each with what was done to it.
-      notes: what the level or the flags ask for and is not built yet.
-    """
-
-    changed: tuple[tuple[str, str], ...] = ()
-    notes: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        lines = [f"{path}: {what}" for path, what in self.changed] or ["no layer was changed"]
-        return "\n".join(lines + [f"note: {note}" for note in self.notes])
+__all__ = ["BoostDescription", "chain_order", "describe_boost"]
 
 
 @dataclasses.dataclass(frozen=True)

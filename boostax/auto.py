@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from boostax import _info, rules
 from boostax._auto_chain import base_optimizer, inner_chain, outer_chain
 from boostax._auto_devices import check_mesh, exchange_part, mesh_of, needs_order
-from boostax._auto_reports import BoostDescription, ModelReport, describe_boost
+from boostax._auto_reports import BoostDescription, describe_boost
 from boostax._auto_resolution import absent, base_parts, part_of, resolution_in, with_left_out
 from boostax._auto_scaling import scaling_of
 from boostax._auto_thor import Source, thor_part
@@ -22,6 +22,7 @@ from boostax.gradients.forward_order import forward_order
 from boostax.gradients.group_loss_scale import GroupLossScale
 from boostax.gradients.layers import CapturedLayers
 from boostax.gradients.loss_scale import DynamicLossScale
+from boostax.models.report import ModelReport
 from boostax.training._start import typed_key
 from boostax.training.state import TrainState
 from boostax.training.step import TrainStep, train_step

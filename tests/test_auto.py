@@ -345,7 +345,7 @@ def test_the_front_door_with_linen_and_batch_norm():
         for _ in range(4):
             state, metrics = step(state, batch)
             seen.append((int(metrics["freeze_index"]), jax.tree.map(np.array, state)))
-    assert report.changed == ()
+    assert report.changes == ()
     assert [index for index, _ in seen] == [0, 0, 1, 1]
     (_, held), (_, end) = seen[1], seen[3]
     for tree in ("stem", "norm"):

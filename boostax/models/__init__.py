@@ -1,0 +1,1 @@
+"""Model seam: functions from a model to a model and a report of what changed."""
