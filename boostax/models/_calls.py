@@ -11,9 +11,9 @@ import flax.linen as nn
 import jax
 import numpy as np
 
-from boostax.models._surgery_linen import distinct, is_claimed, path_of, plain_type
+from boostax.models._surgery_linen import flag, is_claimed, path_of
 
-__all__ = ["CalledLayer", "called_layers", "init_call", "split_arrays", "unbound", "watched"]
+__all__ = ["CalledLayer", "called_layers", "init_call", "split_arrays", "watched"]
 
 
 def split_arrays(
@@ -45,7 +45,7 @@ def init_call(
     kwargs: Mapping[str, Any],
     *,
     rngs: Any = None,
-    method: Any = None,
+    method: str | None = None,
 ) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
     """Return the arrays of a call, and a function of them that initialises a linen model.
 
@@ -54,7 +54,7 @@ def init_call(
       args: its example inputs.
       kwargs: its keyword arguments.
       rngs: a key, or a dict of them by name. Default None: keys for ``params`` and ``dropout``.
-      method: the method that is called. Default None: ``__call__``.
+      method: the name of the method that is called. Default None: ``__call__``.
     """
     keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
     keys |= {"params": rngs} if isinstance(rngs, jax.Array) else dict(rngs or {})
@@ -62,7 +62,13 @@ def init_call(
 
     def call(arrays: Sequence[Any]) -> Any:
         args, kwargs = rebuild(arrays)
-        return model.init_with_output(keys, *args, method=method, **kwargs)
+
+        def run(bound: nn.Module) -> Any:
+            # Every trace anew: what nn.jit kept of another one was not watched.
+            flag(bound, object())
+            return getattr(bound, method or "__call__")(*args, **kwargs)
+
+        return nn.init_with_output(run, model)(keys)
 
     return arrays, call
 
@@ -74,14 +80,11 @@ def watched(watch: Callable[..., Any]) -> Iterator[None]:
     Calls that a rewrite of the model leaves out or does otherwise are not seen; what it puts in
     their place is.
     """
-    types: dict[type, type] = {}
 
     def intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
         module = context.module
         if context.method_name != "__call__" or is_claimed(module):
             return call(*args, **kwargs)
-        if module.path:
-            distinct(module, types)
         return watch(path_of(module, ()), module, call, args, kwargs)
 
     with nn.intercept_methods(intercept):
@@ -112,7 +115,7 @@ def called_layers(
     *,
     of: type[nn.Module] | tuple[type[nn.Module], ...] = nn.Module,
     rngs: Any = None,
-    method: Any = None,
+    method: str | None = None,
 ) -> tuple[CalledLayer, ...]:
     """Return the calls of layers of the types ``of`` in the order of the forward pass.
 
@@ -124,20 +127,14 @@ def called_layers(
         out = call(*args, **kwargs)
         if isinstance(layer, of):
             first = args[0] if args else next(iter(kwargs.values()), None)
-            found.append(CalledLayer(path, unbound(layer), _shapes(first), _shapes(out)))
+            free = layer.clone(parent=None)
+            found.append(CalledLayer(path, free, _shapes(first), _shapes(out)))
         return out
 
     arrays, call = init_call(model, args, kwargs, rngs=rngs, method=method)
     with watched(watch):
         jax.eval_shape(call, arrays)
     return tuple(found)
-
-
-def unbound(layer: nn.Module) -> nn.Module:
-    """Return a module with the fields and the type of a bound one, bound to nothing."""
-    free = layer.clone(parent=None)
-    object.__setattr__(free, "__class__", plain_type(layer))
-    return free
 
 
 def _shapes(value: Any) -> Any:

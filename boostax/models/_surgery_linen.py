@@ -11,14 +11,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import flax.linen as nn
+from flax.core import freeze
 
-__all__ = ["Rule", "Substitute", "distinct", "is_claimed", "path_of", "plain_type", "rewrite"]
+__all__ = ["Rule", "Substitute", "flag", "is_claimed", "path_of", "rewrite"]
 
 # What a rule does in place of a layer: ``run(layer, call, *args, **kwargs)``, where ``layer`` is
 # the bound module and ``call(*args, **kwargs)`` runs it as it was. Hashable.
@@ -120,10 +122,20 @@ def _under_rules(function: Callable[..., Any], stages: Stages) -> Callable[..., 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.scope is None or any(f.stages is stages and f.root == self.path for f in _frames()):
             return function(self, *args, **kwargs)
+        flag(self, _token(stages))
         with _Frame(stages, self.path).entered():
             return function(self, *args, **kwargs)
 
     return method
+
+
+@functools.cache
+def _token(stages: Stages) -> int:
+    del stages
+    return next(_TOKENS)
+
+
+_TOKENS = itertools.count()
 
 
 class _Active(threading.local):
@@ -145,8 +157,6 @@ class _Frame:
         self.stages, self.root = stages, root
         self.rules = [{rule.path: rule for rule in stage} for stage in stages]
         self.done: dict[str, int] = {}
-        paths = {path for stage in self.rules for path in stage}
-        self.above = {p[:i] for p in paths for i, c in enumerate(p) if c == "/"}
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -173,8 +183,6 @@ class _Frame:
         if context.method_name != "__call__":
             return call(*args, **kwargs)
         path = path_of(module, self.root)
-        if path in self.above:
-            distinct(module, _types_of(self.stages))
         found = None if is_claimed(module, self) else self.next_rule(module)
         if path is None or found is None:
             return call(*args, **kwargs)
@@ -203,28 +211,13 @@ def path_of(module: nn.Module, root: tuple[str, ...]) -> str | None:
     return "/".join(path[len(root) :]) if path[: len(root)] == root else None
 
 
-@functools.cache
-def _types_of(stages: Stages) -> dict[type, type]:
-    del stages
-    return {}
+def flag(module: nn.Module, token: Any) -> None:
+    """Leave a note in a bound module's scope and those of its submodules to come.
 
-
-def distinct(module: nn.Module, types: dict[type, type]) -> None:
-    """Give a bound module a type of its own, so that ``nn.jit`` does not reuse another trace.
-
-    It keeps traces by the type and the fields of the module, and knows nothing of interceptors.
-
-    Args:
-      module: the module; its type is replaced.
-      types: from the plain types to their own ones; filled when needed. One for each way of calling.
+    ``nn.jit`` keeps traces by the flags of the scope among others, and knows nothing of
+    interceptors: without this it would run what it traced before the rewrite.
     """
-    base = plain_type(module)
-    if base not in types:
-        types[base] = type(base.__name__, (base,), {"__module__": base.__module__, "_plain": base})
-        types[base].__qualname__ = base.__qualname__
-    object.__setattr__(module, "__class__", types[base])
-
-
-def plain_type(module: nn.Module) -> type[nn.Module]:
-    """Return a module's type without what :func:`distinct` put over it."""
-    return getattr(type(module), "_plain", type(module))
+    scope = module.scope
+    there = scope.flags.get("rewritten", ()) if scope is not None else ()
+    if scope is not None and token not in there:
+        scope.flags = freeze({**scope.flags, "rewritten": (*there, token)})

@@ -114,6 +114,7 @@ class ScanBody(nn.Module):
         return LinenBlock(name="block")(x, self.train), None
 
 
+JitBlock = nn.jit(LinenBlock, static_argnames=("train",))
 STACKED = {"variable_axes": {"params": 0, "batch_stats": 0}, "split_rngs": {"params": True}}
 
 
@@ -127,7 +128,7 @@ class Net(nn.Module):
         elif self.wrap == "remat":
             x = nn.remat(LinenBlock, static_argnums=(2,))(name="block")(x, train)
         elif self.wrap == "jit":
-            x = nn.jit(LinenBlock, static_argnames=("train",))(name="block")(x, train=train)
+            x = JitBlock(name="block")(x, train=train)
         elif self.wrap == "vmap":
             many = nn.vmap(LinenBlock, in_axes=(None, None), axis_size=2, **STACKED)
             x = jnp.sum(many(name="block")(x, train), axis=0)
