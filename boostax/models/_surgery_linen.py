@@ -218,6 +218,8 @@ def flag(module: nn.Module, token: Any) -> None:
     interceptors: without this it would run what it traced before the rewrite.
     """
     scope = module.scope
-    there = scope.flags.get("rewritten", ()) if scope is not None else ()
-    if scope is not None and token not in there:
+    if scope is None:
+        return
+    there: tuple[Any, ...] = scope.flags.get("rewritten", ())  # pyright: ignore[reportAssignmentType]
+    if token not in there:
         scope.flags = freeze({**scope.flags, "rewritten": (*there, token)})
