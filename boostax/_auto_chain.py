@@ -73,7 +73,8 @@ def inner_chain(
         )
         part.init(params)  # leaves that can't be read are told here, not at step.init
         (before if section.on == "gradient" else after).append(part)
-    clip = _clip(config.clip)
+    # dim_reduce, which is the base then, takes the clip's place.
+    clip = None if "dim_reduce" in enabled else _clip(config.clip)
     before += [part for part in (clip, thor) if part is not None]
     if exchange is not None and steps > 1:
         outer = None if config.adasum.outer is None else config.adasum.outer.build()

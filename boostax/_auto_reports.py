@@ -61,14 +61,16 @@ class BoostDescription:
 def chain_order(config: BoostConfig, enabled: tuple[str, ...]) -> tuple[str, ...]:
     """Return the chain's parts without building it, outermost first, each with its reason."""
     clip = any(getattr(config.clip, key) is not None for key in type(config.clip).model_fields)
+    replaces = "dim_reduce" in enabled
     there = {
         "accumulate": "grad_accumulation" in enabled and config.has_window,
         "freeze": "grad_freeze" in enabled,
         "adasum": "adasum" in enabled and config.adasum.on == "gradient",
         "centralize": "centralize" in enabled and config.centralize.on == "gradient",
-        "clip": clip,
+        "clip": clip and not replaces,
         "thor": "thor" in enabled,
-        "optimizer": True,
+        "dim_reduce": replaces,
+        "optimizer": not replaces,
         "centralize_update": "centralize" in enabled and config.centralize.on == "update",
         "local_steps": "adasum" in enabled and config.adasum.local_steps > 1,
         "adasum_update": "adasum" in enabled and config.adasum.on == "update",
@@ -117,15 +119,14 @@ def describe_boost(
     else:
         model = params
     notes = scaling_notes(scaling, scaling)
-    # THOR's layers come from a loss, which is not known here.
-    unknown = "thor" in boost.enabled and boost.resolution.mode != "enable_all"
+    unknown = _unknown(boost)
     if tx is None and params is not None and not unknown:
         base = None if boost.config.optimizer is not None else optax.identity()
         tx = boost.optimizer(base, model, order=order)
     if tx is None:
         notes += device_notes(boost.config, None) if "adasum" in boost.enabled else ()
         if params is not None:
-            notes += ("the parameters are told with tx=, because thor needs the layers of a loss",)
+            notes += (f"the parameters are told with tx=, because {unknown}",)
         lines = chain_order(boost.config, boost.enabled)
         return BoostDescription(boost.resolution, lines, notes=notes)
     infos = list(_info.walk(tx))
@@ -135,3 +136,12 @@ def describe_boost(
     if "adasum" in resolution.enabled:
         notes += device_notes(boost.config, None, params)
     return BoostDescription(resolution, lines, fates, notes=notes)
+
+
+def _unknown(boost: AutoBoost) -> str:
+    """Return why the chain can't be made for a description alone, or nothing."""
+    if "dim_reduce" in boost.enabled:
+        return "dim_reduce reads its basis from files"
+    if "thor" in boost.enabled and boost.resolution.mode != "enable_all":
+        return "thor needs the layers of a loss"
+    return ""

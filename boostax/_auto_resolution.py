@@ -22,6 +22,7 @@ _PARTS = {
     "centralize": "centralize",
     "grad_accumulation": "accumulate",
     "thor": "scale_by_thor",
+    "dim_reduce": "dim_reduce",
 }
 
 # Techniques whose notes depend on the base optimizer.

@@ -79,6 +79,8 @@ def notes(
             )
     if "thor" in resolution.enabled:
         notes += _thor(config, parts)
+    if "dim_reduce" in resolution.enabled:
+        notes += _dim_reduce(config)
     return notes + _loss_scales(config, resolution.enabled)
 
 
@@ -124,3 +126,24 @@ def _thor(config: BoostConfig, parts: frozenset[str]) -> list[str]:
         for key in idle
     ]
     return notes
+
+
+def _dim_reduce(config: BoostConfig) -> list[str]:
+    named = f" ({config.optimizer.name})" if config.optimizer else ""
+    notes = [
+        f"dim_reduce takes the place of the base optimizer{named}, passed or named: its step is the "
+        "line search's, and that optimizer makes no update"
+    ]
+    notes += [
+        f"clip.{key} is accepted and has no effect: dim_reduce takes the place of the clip"
+        for key in sorted(config.given("clip"))
+    ]
+    section, given = config.dim_reduce, config.given("dim_reduce")
+    idle = []
+    if section.mode == "reference" and "max_backtracks" in given:
+        idle.append(("max_backtracks", "mode reference tries twice"))
+    if section.alpha == 0 and "gamma" in given:
+        idle.append(("gamma", "with alpha = 0 there is no momentum"))
+    if section.pca_mat_path is None and "timeout" in given:
+        idle.append(("timeout", "there is no pca_mat_path to wait for"))
+    return notes + [f"dim_reduce.{key} is accepted and has no effect: {why}" for key, why in idle]

@@ -15,6 +15,7 @@ import pydantic
 from pydantic import Field
 from pydantic.json_schema import SkipJsonSchema
 
+from boostax._config_dim_reduce import DimReduce
 from boostax._config_loss_scale import LossScale, LossScaleGroup
 from boostax._config_named import Named
 from boostax._config_thor import Thor
@@ -29,9 +30,6 @@ from boostax._config_types import (
     Flag,
     Fraction,
     FreezeType,
-    NotNegative,
-    OpenFraction,
-    OptionalPath,
     OptionalPositive,
     Pairs,
     Pattern,
@@ -274,23 +272,6 @@ class AdaSum(Section):
         default=None,
         description="Axis of your own mesh that the mean is taken over before, beside axis_name.",
     )
-
-
-class DimReduce(Section):
-    """Training in a reduced space."""
-
-    rho: OpenFraction = Field(default=0.55, description="Factor by which a trial step shrinks.")
-    gamma: Fraction = Field(default=0.9, description="Momentum of the gradient outside the space.")
-    alpha: NotNegative = Field(default=0.001, description="Step size outside the space.")
-    sigma: OpenFraction = Field(
-        default=0.4, description="Share of the expected decrease that is asked."
-    )
-    n_components: Count = Field(default=32, description="Dimensions of the space.")
-    pca_mat_path: OptionalPath = Field(default=None, description="Where the basis is stored.")
-    weight_load_dir: OptionalPath = Field(
-        default=None, description="Where weight snapshots are stored."
-    )
-    timeout: Count = Field(default=1800, description="Seconds to wait for the stored basis.")
 
 
 class Clip(Section):

@@ -121,6 +121,13 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     ),
     Exclusion(
         "dim_reduce",
+        "grad_freeze",
+        "a step along a direction of the trajectory moves every leaf of it, and to hold some of them "
+        "would change the point that the line search accepted; leave leaves out of the basis for good "
+        "with dim_reduce.exclude",
+    ),
+    Exclusion(
+        "dim_reduce",
         "adasum",
         "combining the devices' deltas would change the point that the line search accepted",
     ),

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from boostax import _info, rules
 from boostax._auto_chain import base_optimizer, inner_chain, outer_chain
 from boostax._auto_devices import check_mesh, exchange_part, mesh_of, needs_order
+from boostax._auto_dim_reduce import dim_reduce_part
 from boostax._auto_reports import BoostDescription, describe_boost
 from boostax._auto_resolution import absent, base_parts, part_of, resolution_in, with_left_out
 from boostax._auto_scaling import scaling_of
@@ -146,13 +147,14 @@ class AutoBoost:
 
         ``accumulate(freeze(chain(adasum, centralize, clip, thor, tx)))``, without what is off. With
         ``centralize.on = "update"`` centralize stands behind ``tx``, with ``adasum.on = "update"``
-        adasum does, between the two.
+        adasum does, between the two. With dim_reduce on it is ``chain(centralize, dim_reduce)``, and
+        ``tx``, which makes no update then, may be left out.
 
         Args:
           tx: the base optimizer. Default None: the one that the config's section ``optimizer``
             names.
           params: the parameters, or the nnx model, that will be trained; arrays or
-            ``ShapeDtypeStruct`` leaves. Needed where grad_freeze or centralize is on.
+            ``ShapeDtypeStruct`` leaves. Needed where grad_freeze, centralize or dim_reduce is on.
           order: every leaf's path in forward order, from :func:`boostax.forward_order`, for
             freezing and for the buffers that AdaSum sends. Default None: natural order, where the
             names tell it.
@@ -176,14 +178,17 @@ class AutoBoost:
             instead), or the config asks for more groups than there are layers, or
             ``common.device_number`` does not divide the number of devices, or thor is on and its
             layers or, for its KL clip, the learning rate are missing (in mode ``enable_all`` thor is
-            left out instead).
+            left out instead), or dim_reduce is on and its files are not what they should be.
+          TimeoutError: dim_reduce is on, and the file of its basis did not come in time.
           TypeError: ``tx`` is not a transformation.
           ValueError: ``params`` is missing, or the order of its layers can't be told.
         """
-        base = base_optimizer(self.config, tx)
-        parts = base_parts(self.config, base)
+        replaced = "dim_reduce" in self.enabled
+        given = tx is not None or self.config.optimizer is not None
+        base = None if replaced and not given else base_optimizer(self.config, tx)
+        parts = frozenset() if replaced else base_parts(self.config, base)
         enabled = rules.with_optimizer(self.config, self.resolution, parts).enabled
-        needed = [name for name in ("grad_freeze", "centralize") if name in enabled]
+        needed = [n for n in ("grad_freeze", "centralize", "dim_reduce") if n in enabled]
         if needed and params is None:
             raise ValueError(
                 f"optimizer: params is needed, because {' and '.join(needed)} is on; call "
@@ -207,12 +212,13 @@ class AutoBoost:
                 if self.resolution.mode != "enable_all":
                     raise
                 left_out["thor"] = str(error)
-        inner = inner_chain(self.config, enabled, base, params, model, exchange, thor)
+        last = dim_reduce_part(self.config, params) if replaced else base
+        inner = inner_chain(self.config, enabled, last, params, model, exchange, thor)
         whole = outer_chain(
             self.config, enabled, inner, params, order, needs_value=bool(parts & rules.NEEDS_VALUE)
         )
-        if whole is base:
-            return base
+        if base is None or whole is base:
+            return whole
         return with_left_out(_info.with_plain(whole, base), left_out)
 
     def train_step(self, loss_fn: Callable[..., Any], tx: Any, **settings: Any) -> TrainStep:

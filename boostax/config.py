@@ -17,6 +17,7 @@ import pydantic
 from pydantic.json_schema import SkipJsonSchema
 
 from boostax._config_checks import together
+from boostax._config_dim_reduce import DimReduce
 from boostax._config_json import parse_json, repeated
 from boostax._config_loss_scale import LossScale, LossScaleGroup
 from boostax._config_named import Fault, Named, parse, plain, show
@@ -31,7 +32,6 @@ from boostax._config_sections import (
     Clip,
     Common,
     Compare,
-    DimReduce,
     GradAccumulation,
     GradFreeze,
     LessBN,
@@ -60,7 +60,7 @@ class BoostConfig(pydantic.BaseModel):
       centralize: where and on which layers gradients are centralized.
       adasum: what AdaSum combines, how, and over which axes.
       thor: how layers are captured and preconditioned.
-      dim_reduce: training in a reduced space.
+      dim_reduce: where the basis comes from, and the steps in its subspace.
       loss_scale: one loss scale, dynamic or fixed.
       loss_scale_group: groups of parameters, each with a loss scale.
       clip: clipping of the gradient.

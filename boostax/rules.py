@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+from boostax._config_dim_reduce import NO_BASIS
 from boostax._config_loss_scale import NO_GROUPS
 from boostax._config_named import Fault
 from boostax._config_notes import notes
@@ -60,7 +61,9 @@ TECHNIQUES: dict[str, Technique] = {
         Technique("centralize", "update", True, "removes the mean of each unit's gradient"),
         Technique("adasum", "update", True, "combines the devices' gradients by AdaSum"),
         Technique("thor", "update", True, "preconditions each layer's gradient by its factors"),
-        Technique("dim_reduce", "update", False, "trains in a reduced space"),
+        Technique(
+            "dim_reduce", "update", True, "steps along the directions that training has taken"
+        ),
         Technique("loss_scale_group", "gradient", True, "keeps one loss scale per group"),
         Technique("loss_scale", "gradient", True, "keeps float16 gradients in range by one scale"),
     )
@@ -92,6 +95,9 @@ ORDER: tuple[Place, ...] = (
     Place("centralize", "centralize", "before the clip, so that the norm is that of what is used"),
     Place("clip", None, "on the window's mean gradient of the trainable leaves"),
     Place("thor", "thor", "each layer's gradient between the inverses of its two factors"),
+    Place(
+        "dim_reduce", "dim_reduce", "in place of clip, thor and optimizer: nothing may follow it"
+    ),
     Place("optimizer", None, "sees the gradient that all the others have shaped"),
     Place("adasum_update", "adasum", "on the updates; each device has moments of its own"),
     # Behind AdaSum, which counts a vector by its direction: what rounding leaves of one that
@@ -167,11 +173,10 @@ def faults(config: BoostConfig) -> list[Fault]:
         if getattr(config.boost, name) and not row.built
     ]
     wanted = {name for name, (on, _) in _wanted(config, "O0").items() if on}
-    if "loss_scale_group" in wanted and config.loss_scale_group.groups is None:
-        more = (
-            "; or leave the flag out, and pass loss_scale=boostax.GroupLossScale(...) to train_step"
-        )
-        found.append(Fault("loss_scale_group.groups", f"missing; {NO_GROUPS}{more}"))
+    found += [
+        Fault(row.key, f"missing; {row.reason}; or leave the flag out, and {row.instead}")
+        for row in _unready(config, wanted)
+    ]
     return found + [
         Fault(f"boost.{row.drops}", _exclusion_text(row)) for row in _clashes(config, wanted)
     ]
@@ -199,10 +204,8 @@ def resolve(config: BoostConfig, level: str = "O0") -> Resolution:
     mode = config.boost.mode
     wanted = _wanted(config, level)
     on = {name for name, (value, _) in wanted.items() if value and TECHNIQUES[name].built}
-    left_out = {}
-    if "loss_scale_group" in on and config.loss_scale_group.groups is None:
-        # In mode manual that is a fault of the config.
-        left_out["loss_scale_group"] = NO_GROUPS
+    # In mode manual that is a fault of the config.
+    left_out = {row.technique: row.reason for row in _unready(config, on)}
     clashes = _clashes(config, on - set(left_out))
     if clashes and mode != "enable_all":
         raise ConfigError(_clash_lines(clashes))
@@ -220,6 +223,27 @@ def resolve(config: BoostConfig, level: str = "O0") -> Resolution:
             decisions.append(Decision(name, "on", reason))
     resolution = Resolution(level, mode, tuple(decisions), ())
     return _with_notes(config, resolution, _own_parts(config))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Unready:
+    """A technique that a config does not say enough about: what is missing, and what to do instead."""
+
+    technique: str
+    key: str
+    reason: str
+    instead: str
+
+
+def _unready(config: BoostConfig, on: set[str]) -> list[_Unready]:
+    rows = []
+    if config.loss_scale_group.groups is None:
+        instead = "pass loss_scale=boostax.GroupLossScale(...) to train_step"
+        rows.append(_Unready("loss_scale_group", "loss_scale_group.groups", NO_GROUPS, instead))
+    if not config.dim_reduce.has_source:
+        instead = "pass boostax.dim_reduce(basis) as the optimizer"
+        rows.append(_Unready("dim_reduce", "dim_reduce.pca_mat_path", NO_BASIS, instead))
+    return [row for row in rows if row.technique in on]
 
 
 def _wanted(config: BoostConfig, level: str) -> dict[str, tuple[bool, str]]:
@@ -264,6 +288,8 @@ def with_optimizer(
     ConfigError. ``among`` are the techniques to look at, by default all that are on.
     """
     clashes = _clashes(config, set(resolution.enabled if among is None else among), parts)
+    if "dim_reduce" in resolution.enabled:
+        parts = frozenset()  # it takes their place
     inside = sorted(parts & (WINDOWS | {"freeze"}))
     clips = [key for key in type(config.clip).model_fields if getattr(config.clip, key) is not None]
     lines = [
@@ -316,7 +342,8 @@ def _clashes(
 ) -> list[Exclusion]:
     if parts is None:
         parts = _own_parts(config)
-    present = on | {"optimizer"}
+    # Where dim_reduce takes its place, the optimizer is in nobody's way.
+    present = on if "dim_reduce" in on else on | {"optimizer"}
     return [
         row
         for row in EXCLUSIONS

@@ -40,7 +40,7 @@ def test_validate(config, capsys):
         ({"boost": {"adasum": "False", "mode": 1}}, "2 faults"),
         ('{"boost": ', "broken JSON"),
         ("[]", "top level"),
-        ({"boost": {"mode": "manual", "dim_reduce": True}}, "dim_reduce is not built yet"),
+        ({"boost": {"mode": "manual", "dim_reduce": True}}, "dim_reduce.pca_mat_path: missing"),
     ],
 )
 @pytest.mark.parametrize("command", ["validate", "describe"])

@@ -186,10 +186,26 @@ def test_requests_for_what_is_not_built_join_the_list():
     refused(
         {"boost": {"mode": "manual", "dim_reduce": True, "less_bn": True}, "commn": {}},
         "3 faults",
-        "boost.dim_reduce: dim_reduce is not built yet",
+        "dim_reduce.pca_mat_path: missing; dim_reduce needs to know",
         "boost.less_bn: less_bn is not built yet",
         "commn: unknown section",
     )
+
+
+def test_dim_reduce_is_read():
+    given = {"pca_mat_path": "v.npy", "leaf_order": ["b", "a"], "exclude": ["c"], "gamma": 0.0}
+    config = load_config({"dim_reduce": given})
+    assert config.dim_reduce.leaf_order == ("b", "a")
+    assert load_config(config.to_dict()) == config
+    refused(
+        {"dim_reduce": {"pca_mat_path": "v.pkl", "leaf_order": ["a"], "center": False, "gamma": 1}},
+        "4 faults",
+        'dim_reduce.pca_mat_path: is "v.pkl"; a basis is a .npz or a .npy file',
+        "dim_reduce.leaf_order: says the order of a .npy file's columns",
+        "dim_reduce.center: is for snapshots; set dim_reduce.weight_load_dir",
+        "dim_reduce.gamma: got 1 (a number); allowed: a number of at least 0 and below 1",
+    )
+    refused({"dim_reduce": {"weight_load_dir": ""}}, "dim_reduce.weight_load_dir: is empty")
 
 
 def test_adasum_is_read():

@@ -3,6 +3,7 @@
 import pytest
 
 from boostax import rules
+from boostax._config_dim_reduce import NO_BASIS
 from boostax._config_loss_scale import NO_GROUPS
 from boostax.config import load_config
 from boostax.errors import ConfigError
@@ -76,9 +77,10 @@ def test_only_an_explicit_request_for_missing_code_is_refused(name):
 
 def test_enable_all_and_disable_all():
     everything = {"boost": {"mode": "enable_all"}}
-    assert set(resolve(load_config(everything)).enabled) == BUILT - {"loss_scale_group"}
+    unready = {"loss_scale_group", "dim_reduce"}
+    assert set(resolve(load_config(everything)).enabled) == BUILT - unready
     grouped = {**everything, "loss_scale_group": {"groups": ["a/*", "b/*"]}}
-    assert set(resolve(load_config(grouped)).enabled) == BUILT - {"loss_scale"}
+    assert set(resolve(load_config(grouped)).enabled) == BUILT - {"loss_scale", "dim_reduce"}
     left = states(everything)
     assert {name for name, state in left.items() if state == "not built"} == set(TECHNIQUES) - BUILT
     config = load_config({"boost": {"mode": "disable_all", "grad_freeze": True}})
@@ -134,6 +136,7 @@ def test_enable_all_leaves_out_what_is_excluded_and_says_why():
     assert resolution.enabled == ("loss_scale", "centralize")
     reasons = {d.technique: d.reason for d in resolution.decisions if d.state == "left out"}
     assert set(reasons) == {
+        "dim_reduce",
         "grad_accumulation",
         "grad_freeze",
         "adasum",
@@ -202,7 +205,7 @@ def test_a_group_loss_scale_takes_the_place_of_the_one_scale():
         )
     )
     left = {d.technique: d.reason for d in resolution.decisions if d.state == "left out"}
-    assert list(left) == ["loss_scale"]
+    assert list(left) == ["dim_reduce", "loss_scale"]
     assert "one scale for all or by one a group" in left["loss_scale"]
     assert (
         "section loss_scale is accepted and has no effect: loss_scale is left out"
@@ -217,8 +220,8 @@ def test_a_group_loss_scale_without_groups_is_refused_or_left_out():
         load_config({"boost": {"mode": "manual", "loss_scale_group": True}})
     load_config({"boost": {"loss_scale_group": True}})
     resolution = resolve(load_config({"boost": {"mode": "enable_all"}}))
-    (left,) = (d for d in resolution.decisions if d.state == "left out")
-    assert (left.technique, left.reason) == ("loss_scale_group", NO_GROUPS)
+    left = {d.technique: d.reason for d in resolution.decisions if d.state == "left out"}
+    assert left["loss_scale_group"] == NO_GROUPS
 
 
 def test_notes_on_loss_scales():
@@ -235,7 +238,50 @@ def test_notes_on_loss_scales():
     assert [note.split(" ")[0] for note in idle] == ["loss_scale_group.window"]
 
 
-def test_thor_gives_way_to_dim_reduce():
-    flags = {"mode": "manual", "thor": True, "dim_reduce": True}
-    with pytest.raises(ConfigError, match=r"boost.thor: thor does not go with dim_reduce"):
-        load_config({"boost": flags})
+BASIS = {"pca_mat_path": "basis.npz"}
+
+
+@pytest.mark.parametrize(
+    ("name", "sections", "reason"),
+    [
+        ("thor", {}, "takes the place of clip, thor"),
+        ("grad_freeze", {}, "moves every leaf"),
+        ("adasum", {}, "change the point"),
+        ("grad_accumulation", {"grad_accumulation": {"every": 2}}, "microbatch with every = 1"),
+        ("centralize", {"centralize": {"on": "update"}}, 'use centralize.on = "gradient"'),
+    ],
+)
+def test_dim_reduce_is_terminal(name, sections, reason):
+    sections = {"dim_reduce": BASIS, **sections}
+    flags = {"mode": "manual", "dim_reduce": True, name: True}
+    with pytest.raises(ConfigError, match=f"boost.{name}: {name} does not go with dim_reduce") as e:
+        load_config({"boost": flags, **sections})
+    assert reason in str(e.value)
+    resolution = resolve(load_config({"boost": {"mode": "enable_all"}, **sections}))
+    assert "dim_reduce" in resolution.enabled
+    assert name not in resolution.enabled
+
+
+def test_what_goes_with_dim_reduce_and_what_it_replaces():
+    flags = {"mode": "manual", "dim_reduce": True, "centralize": True, "grad_accumulation": True}
+    config = {
+        "boost": {**flags, "loss_scale": True},
+        "grad_accumulation": {"microbatch": 2},
+        "dim_reduce": {**BASIS, "alpha": 0.0, "gamma": 0.5},
+        "optimizer": {"name": "lbfgs"},
+        "clip": {"global_norm": 1.0},
+    }
+    resolution = resolve(load_config(config))
+    assert resolution.enabled == ("loss_scale", "grad_accumulation", "centralize", "dim_reduce")
+    told = "\n".join(resolution.notes)
+    assert "takes the place of the base optimizer (lbfgs)" in told
+    assert "clip.global_norm is accepted and has no effect" in told
+    assert "dim_reduce.gamma is accepted and has no effect: with alpha = 0" in told
+
+
+def test_dim_reduce_without_a_basis_is_refused_or_left_out():
+    with pytest.raises(ConfigError, match=r"- dim_reduce.pca_mat_path: missing; .*weight_load_dir"):
+        load_config({"boost": {"mode": "manual", "dim_reduce": True}})
+    resolution = resolve(load_config({"boost": {"mode": "enable_all"}}))
+    left = {d.technique: d.reason for d in resolution.decisions if d.state == "left out"}
+    assert left["dim_reduce"] == NO_BASIS

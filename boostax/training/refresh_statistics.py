@@ -262,7 +262,7 @@ def _momenta(
     paths = pair_paths(state)
     collected = {} if override is not None else forward.momenta(state, batch, rng)
     if override is None:
-        unknown = [path for path in unknown_momenta(state, collected)]
+        unknown = list(unknown_momenta(state, collected))
         for path in (paths[i] for i in moving if paths[i] in unknown):
             raise ValueError(
                 f"{_NAME}: the momentum of {path!r} is not known; pass batch_norm_momentum=, the share "
