@@ -426,7 +426,7 @@ def test_enable_all_leaves_out_what_the_given_optimizer_does_not_take(kind, para
     told = boost.describe(params, made)
     left = {d.technique: d.reason for d in told.resolution.decisions if d.state == "left out"}
     expected = {"grad_freeze"} if kind == "freeze" else {"grad_freeze", "grad_accumulation"}
-    assert set(left) == {*expected, "adasum", "thor", "loss_scale_group"}
+    assert set(left) == {*expected, "adasum", "thor", "dim_reduce", "loss_scale_group"}
     assert "does not go with this optimizer" in str(told)
     step = boost.train_step(loss_fn, made)
     state, _ = run(step, params, batches[:2])
