@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from boostax._config_dim_reduce import DimReduce
     from boostax.config import BoostConfig
 
-__all__ = ["dim_reduce_part"]
+__all__ = ["dim_reduce_part", "steps_of"]
 
 _POLL_SECONDS = 0.1
 
@@ -41,15 +41,13 @@ def dim_reduce_part(config: BoostConfig, params: Any) -> Any:
         basis = _basis(section, params)
     except ValueError as error:
         raise ConfigError(f"dim_reduce: {error}") from error
-    return dim_reduce(
-        basis,
-        rho=section.rho,
-        gamma=section.gamma,
-        alpha=section.alpha,
-        sigma=section.sigma,
-        max_backtracks=section.max_backtracks,
-        mode=section.mode,
-    )
+    return dim_reduce(basis, **steps_of(section))
+
+
+def steps_of(section: DimReduce) -> dict[str, Any]:
+    """Return the section's keys that ``dim_reduce`` itself takes."""
+    names = ("rho", "gamma", "alpha", "sigma", "max_backtracks", "mode")
+    return {name: getattr(section, name) for name in names}
 
 
 def _basis(section: DimReduce, params: Any) -> TrajectoryBasis:

@@ -30,6 +30,7 @@ from boostax._config_types import (
     Flag,
     Fraction,
     FreezeType,
+    OpenFraction,
     OptionalPositive,
     Pairs,
     Pattern,
@@ -297,6 +298,16 @@ class Compare(Section):
     )
     learning_rate: OptionalPositive = Field(
         default=None, description="The arm's learning rate; default: the comparison's."
+    )
+    dim_reduce_after: Annotated[OpenFraction | None, Allowed("a number above 0 and below 1")] = (
+        Field(
+            default=None,
+            description="Share of the arm's steps after which it goes on with dim_reduce, in the "
+            "subspace of its own snapshots, as the section dim_reduce says. Default: it does not.",
+        )
+    )
+    dim_reduce_batches: Count = Field(
+        default=8, description="Batches that one step of that dim_reduce takes together."
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import optax
 
 from boostax import _info
+from boostax.compare.subspace import subspace_step
 from boostax.compare.task import Task, UsageError
 
 __all__ = ["Arm", "BuiltArm", "build_arm", "load_arms"]
@@ -27,8 +28,11 @@ class Arm:
       learning_rate: > 0, or None for the comparison's rate. Not beside an optimizer in the config,
         which has its own.
       adapts: whether ``grad_freeze.param_groups`` is lowered where the model has fewer layers, and
-        thor left out where its layers can't be captured, with a note; for arms that the user did not
+        thor or dim_reduce left out where they don't fit, with a note; for arms that the user did not
         write. Default False.
+      dim_reduce_after: share of the steps, above 0 and below 1, after which the arm goes on with
+        ``dim_reduce`` in the subspace of its own snapshots. Default None: it does not.
+      dim_reduce_batches: int >= 1, batches that one step of that takes together. Default 8.
     """
 
     name: str
@@ -36,6 +40,8 @@ class Arm:
     level: str = "O0"
     learning_rate: float | None = None
     adapts: bool = False
+    dim_reduce_after: float | None = None
+    dim_reduce_batches: int = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +98,16 @@ def load_arms(paths: Sequence[str], levels: Sequence[str] | None = None) -> list
             raise UsageError(f"--levels: got {level!r}; allowed: {', '.join(LEVELS)}")
         plain = config.to_dict(defaults=False)
         plain.pop("compare", None)
-        arms.append(Arm(own.name or pathlib.Path(text).stem, plain, level, own.learning_rate))
+        arms.append(
+            Arm(
+                own.name or pathlib.Path(text).stem,
+                plain,
+                level,
+                own.learning_rate,
+                dim_reduce_after=own.dim_reduce_after,
+                dim_reduce_batches=own.dim_reduce_batches,
+            )
+        )
     names = [arm.name for arm in arms]
     for name in names:
         if names.count(name) > 1:
@@ -203,10 +218,22 @@ def build_arm(
         own = bool(_info.exchanged_axes(tx)) and boost.config.adasum.axis_name is None
         step = boost.train_step(task.loss, tx, has_aux=task.has_aux, mesh=None if own else mesh)
         notes += _device_notes(boost, tx, step, batch, alone=mesh is None)
+        enabled = tuple(boost.enabled)
+        if arm.dim_reduce_after is not None:
+            try:
+                step, updates, told = subspace_step(
+                    arm, boost, task, step, steps, alone=mesh is None
+                )
+                enabled = (*enabled, "dim_reduce")
+            except ValueError as error:
+                if not arm.adapts:
+                    raise
+                told = [f"dim_reduce is left out: {error}"]
+            notes = [note for note in notes if not note.startswith("section dim_reduce")] + told
     except ValueError as error:
         hint = "\nGive arms of your own with --configs." if arm.adapts else ""
         raise UsageError(f"arm {arm.name!r}: {error}{hint}") from error
-    return BuiltArm(step, updates, config, tuple(boost.enabled), tuple(notes), learning_rate)
+    return BuiltArm(step, updates, config, enabled, tuple(notes), learning_rate)
 
 
 def _fewer_groups(

@@ -98,7 +98,7 @@ def digits_task() -> Task:
 
 
 def digits_arms() -> tuple[Arm, ...]:
-    """Return the five arms: plain, level O1, a window of two batches, centralization, THOR."""
+    """Return the six arms: plain, O1, a window of two batches, centralization, THOR, DimReduce."""
     return (
         Arm("plain"),
         Arm("O1", {"grad_freeze": {"param_groups": 4, "full_fraction": 0.3}}, level="O1"),
@@ -117,12 +117,18 @@ def digits_arms() -> tuple[Arm, ...]:
                 "thor": {"damping": 0.1, "frequency": 50, "early": [0, 1, 3, 6, 20]},
             },
         ),
+        Arm(
+            "dim_reduce",
+            {"dim_reduce": {"n_components": 20}},
+            dim_reduce_after=0.7,
+            dim_reduce_batches=6,
+        ),
     )
 
 
 def default_arms() -> tuple[Arm, ...]:
     """Return the same arms for any model: no more groups than layers, odd weights left alone."""
-    plain, o1, accumulation, centralization, thor = digits_arms()
+    plain, o1, accumulation, centralization, thor, subspace = digits_arms()
     skip = {"centralize": {"unreadable": "skip"}}
     return (
         plain,
@@ -130,4 +136,5 @@ def default_arms() -> tuple[Arm, ...]:
         dataclasses.replace(accumulation, adapts=True),
         dataclasses.replace(centralization, config={**centralization.config, **skip}, adapts=True),
         dataclasses.replace(thor, adapts=True),
+        dataclasses.replace(subspace, adapts=True),
     )

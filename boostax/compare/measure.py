@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from boostax.compare.subspace import SubspaceStep
 from boostax.compare.task import Task, UsageError
 from boostax.compare.together import local, part_of
 from boostax.training.describe import compiled_cost
@@ -164,7 +165,11 @@ def run_arm(
             {"step": at, "seconds": wall_at[at], "cpu_seconds": cpu_at[at], "metrics": values}
             for at, values in evaluations
         ],
-        **compiled_costs(step, state, batch, indices),
+        **(
+            step.costs(steps)
+            if isinstance(step, SubspaceStep)
+            else compiled_costs(step, state, batch, indices)
+        ),
     }
 
 

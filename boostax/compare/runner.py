@@ -56,6 +56,11 @@ class Plan:
             "task": self.task.name,
             "task_digest": self.task_digest,
             "config": dict(arm.config),
+            **(
+                {}
+                if arm.dim_reduce_after is None
+                else {"dim_reduce": [arm.dim_reduce_after, arm.dim_reduce_batches]}
+            ),
             "level": arm.level,
             "learning_rate": self.rate(arm),
             "steps": self.steps,

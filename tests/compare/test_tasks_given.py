@@ -41,7 +41,7 @@ def test_the_example_has_30_lines_and_runs(tmp_path):
 def test_the_example_runs_without_configs(tmp_path):
     task, _ = load_task(f"{EXAMPLES / 'my_task.py'}:task")
     built = build_all(plan_of(task, default_arms(), 4))
-    assert list(built) == ["plain", "O1", "accumulation", "centralization", "thor"]
+    assert list(built) == ["plain", "O1", "accumulation", "centralization", "thor", "dim_reduce"]
     assert built["O1"].config["grad_freeze"]["param_groups"] == 3
     assert any("(scale_by_adam) sets the length" in note for note in built["thor"].notes)
     assert "4 groups of layers were asked for, and the model has layers for 3" in built["O1"].notes
@@ -49,7 +49,9 @@ def test_the_example_runs_without_configs(tmp_path):
     add_arguments(parser)
     line = [f"{EXAMPLES / 'my_task.py'}:task", "--steps", "4", "--seeds", "1"]
     assert run(parser.parse_args([*line, "--out", str(tmp_path)])) == 0
-    assert len(list((tmp_path / "runs").iterdir())) == 5
+    assert len(list((tmp_path / "runs").iterdir())) == 6
+    (left_out,) = (n for n in built["dim_reduce"].notes if n.startswith("dim_reduce is left out"))
+    assert "leaves 3 of 4 steps for snapshots" in left_out
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +60,7 @@ def digits():
     return task, build_all(plan_of(task, digits_arms(), 200))
 
 
-def test_the_digits_have_five_arms(digits):
+def test_the_digits_have_six_arms(digits):
     task, built = digits
     assert {name: arm.enabled for name, arm in built.items()} == {
         "plain": (),
@@ -66,8 +68,9 @@ def test_the_digits_have_five_arms(digits):
         "accumulation": ("grad_accumulation",),
         "centralization": ("centralize",),
         "thor": ("thor",),
+        "dim_reduce": ("dim_reduce",),
     }
-    assert [arm.updates for arm in built.values()] == [200, 200, 100, 200, 200]
+    assert [arm.updates for arm in built.values()] == [200, 200, 100, 200, 200, 150]
     # The task's optimizer does not tell its rate, so that the arm's goes to the KL clip.
     assert built["thor"].config["thor"]["learning_rate"] == task.learning_rate
     kernels = [block.kernel for block in built["thor"].step.settings.layers.blocks]
@@ -101,7 +104,7 @@ def test_without_layers_thor_is_left_out_and_noted():
         steps=2,
         target="loss=0",
     )
-    thor = default_arms()[-1]
+    thor = default_arms()[-2]
     built = build_all(plan_of(task, [thor], 2))["thor"]
     assert built.enabled == ()
     assert any("thor is left out: capture_layers: the loss has no dense" in n for n in built.notes)
