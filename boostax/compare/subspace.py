@@ -97,12 +97,12 @@ def _phases(steps: int, share: float, merged: int, k: int) -> tuple[int, int]:
     if before < k + 1:
         raise ValueError(
             f"compare.dim_reduce_after = {share:g} leaves {before} of {steps} steps for snapshots, and "
-            f"{k} directions (dim_reduce.n_components) need {k + 1}; give more --steps, or fewer"
+            f"{k} directions (dim_reduce.n_components) need {k + 1}; give more --steps or fewer"
         )
     if after < 1:
         raise ValueError(
             f"compare.dim_reduce_after = {share:g} leaves {steps - before} of {steps} batches, and one "
-            f"step of dim_reduce takes {merged} (compare.dim_reduce_batches); give more --steps, or fewer"
+            f"step of dim_reduce takes {merged} (compare.dim_reduce_batches); give more --steps or fewer"
         )
     return before, after
 

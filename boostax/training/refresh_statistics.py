@@ -167,6 +167,7 @@ class _Forward:
 
             from boostax.training._nnx import NnxModel, same_paths
 
+            assert owner is not None
             self._nnx = NnxModel(owner, same_paths(params) if is_state else nnx.Param)
             if not is_state:
                 params, model_state = self._nnx.params, self._nnx.model_state
