@@ -10,6 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from boostax import linen as linen
+    from boostax import nnx as nnx
     from boostax import parallel as parallel
     from boostax.auto import AutoBoost as AutoBoost
     from boostax.config import BoostConfig as BoostConfig
@@ -108,8 +110,8 @@ _HOME = {
     "StateMismatchError": "errors",
 }
 
-# Packages that are names of their own: boostax.parallel.start().
-_PACKAGES = ("parallel",)
+# Packages that are names of their own: boostax.parallel.start(), boostax.nnx.BatchNorm(8).
+_PACKAGES = ("parallel", "nnx", "linen")
 
 __version__ = "0.1.0"
 __all__ = list(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
