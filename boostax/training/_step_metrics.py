@@ -12,6 +12,7 @@ from boostax.training.metrics import global_norm, injected_learning_rate
 from boostax.training.state import TrainState
 from boostax.updates._skip import find_state, find_states
 from boostax.updates._window import AccumulateState
+from boostax.updates.dim_reduce import DimReduceState
 
 
 def step_metrics(
@@ -57,6 +58,11 @@ def step_metrics(
             assert finite is not None
             # A call without weight adds nothing, whatever it holds.
             shown[name] = jnp.logical_not(finite) & counts
+        elif name == "delta":
+            search = find_state(new.opt_state, DimReduceState)
+            assert search is not None
+            # A call that was skipped has the state of the call before.
+            shown[name] = jnp.where(new.updates > old.updates, search.delta, 0)
         elif (rate := _learning_rate(settings, old, new)) is not None:
             shown[name] = jnp.asarray(rate, jnp.float32)
     return shown

@@ -12,6 +12,7 @@ from boostax.errors import did_you_mean
 
 __all__ = [
     "METRICS",
+    "OF_DIM_REDUCE",
     "OF_FREEZING",
     "OF_SCALING",
     "all_finite",
@@ -30,13 +31,14 @@ METRICS = (
     "learning_rate",
     "loss_scale",
     "overflow",
+    "delta",
 )
-# Those that a step without freezing, or without a loss scale, can't report.
-OF_FREEZING, OF_SCALING = ("freeze_index",), ("loss_scale", "overflow")
+# Those that a step without freezing, without a loss scale or without dim_reduce can't report.
+OF_FREEZING, OF_SCALING, OF_DIM_REDUCE = ("freeze_index",), ("loss_scale", "overflow"), ("delta",)
 
 
 def check_metrics(
-    metrics: Sequence[str] | None, *, freezes: bool, scales: bool
+    metrics: Sequence[str] | None, *, freezes: bool, scales: bool, reduces: bool
 ) -> tuple[tuple[str, ...], bool]:
     """Check the names asked for.
 
@@ -44,6 +46,7 @@ def check_metrics(
       The names to report, and whether they were asked for by name (then all must be available).
     """
     lacking = (() if freezes else OF_FREEZING) + (() if scales else OF_SCALING)
+    lacking += () if reduces else OF_DIM_REDUCE
     if metrics is None:
         return tuple(m for m in METRICS if m not in lacking), False
     if isinstance(metrics, str):
@@ -59,8 +62,10 @@ def check_metrics(
             )
     for name in names:
         if name in lacking:
-            needed = "freezing=" if name in OF_FREEZING else "loss_scale="
-            raise ValueError(f"metrics: {name!r} needs {needed}; pass it or leave the name out")
+            needed = "freezing=; pass it" if name in OF_FREEZING else "loss_scale=; pass it"
+            if name in OF_DIM_REDUCE:
+                needed = "boostax.dim_reduce in tx; train with it"
+            raise ValueError(f"metrics: {name!r} needs {needed}, or leave the name out")
     return names, True
 
 

@@ -62,7 +62,8 @@ def train_step(
       metrics: which of ``loss``, ``grad_norm`` (trainable leaves; inside an accumulation window, of
         what it has gathered, which at its last call is what the optimizer gets), ``finite``,
         ``updates``, ``micro_steps``, ``freeze_index``, ``learning_rate``, ``loss_scale`` (what this call
-        was computed with), ``overflow`` to report. Default None: all that can be known. The loss's own
+        was computed with), ``overflow``, ``delta`` (of ``dim_reduce``: how far this call's step changed
+        the loss of its batch) to report. Default None: all that can be known. The loss's own
         metrics always come with them.
       microbatch: int >= 1, into how many micro-batches one batch is cut inside the step, to save
         memory. Default 1. See :func:`boostax.microbatch`.
@@ -166,7 +167,12 @@ def train_step(
     freezing = _check_freezing(tx, freezing)
     layers = _check_layers(tx, layers)
     scaling = check_scaling(loss_scale)
-    names, asked = check_metrics(metrics, freezes=freezing is not None, scales=scaling is not None)
+    names, asked = check_metrics(
+        metrics,
+        freezes=freezing is not None,
+        scales=scaling is not None,
+        reduces=_info.find(tx, "dim_reduce") is not None,
+    )
     if learning_rate is None:
         learning_rate = next(
             (i.settings["learning_rate"] for i in _info.walk(tx) if "learning_rate" in i.settings),

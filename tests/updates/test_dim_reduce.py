@@ -405,6 +405,7 @@ def run(step, state, steps=3):
         state, metrics = step(state, BATCH)
         states.append(state)
         losses.append(float(metrics["loss"]))
+        np.testing.assert_allclose(metrics["delta"], inside(state).delta, rtol=1e-4, atol=1e-6)
     return states, losses
 
 
@@ -430,6 +431,18 @@ def test_train_step_lowers_the_loss_that_it_saw():
         np.testing.assert_allclose(told.new_value, plain.loss(after.params, BATCH), rtol=1e-5)
         np.testing.assert_allclose(told.value, plain.loss(before.params, BATCH), rtol=1e-5)
     assert losses == sorted(losses, reverse=True)
+
+
+def test_a_call_that_is_skipped_has_no_delta():
+    tx = dim_reduce(random_basis(plain.init()))
+    step = boostax.train_step(plain.loss, tx, skip_nonfinite=True)
+    state, metrics = step(step.init(plain.init()), BATCH)
+    assert float(metrics["delta"]) < 0
+    bad = jax.tree.map(lambda leaf: leaf * np.nan if leaf.dtype == jnp.float32 else leaf, BATCH)
+    state, metrics = step(state, bad)
+    assert (int(state.skipped), float(metrics["delta"])) == (1, 0.0)
+    with pytest.raises(ValueError, match=r"'delta' needs boostax.dim_reduce in tx"):
+        boostax.train_step(plain.loss, optax.sgd(0.1), metrics=["delta"])
 
 
 def test_a_resumed_run_is_the_same_and_nothing_compiles_twice():
