@@ -5,12 +5,19 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import optax
-
 from boostax import _info
+from boostax.compare._fitting import (
+    captured,
+    count_updates,
+    device_notes,
+    fewer_groups,
+    horizons,
+    injected,
+    rate_of,
+)
 from boostax.compare.subspace import subspace_step
 from boostax.compare.task import Task, UsageError
 
@@ -162,7 +169,7 @@ def build_arm(
             "because its config names the optimizer; give the rate in the section optimizer, or leave "
             "one of them out"
         )
-    updates, left = _updates(boost, steps)
+    updates, left = count_updates(boost, steps)
     notes = list(boost.notes)
     if updates == 0:
         raise UsageError(
@@ -188,15 +195,15 @@ def build_arm(
         config.setdefault("thor", {}).setdefault("learning_rate", rate)
         boost = AutoBoost(arm.level, copy.deepcopy(config))
     if named is None:
-        base = _injected(task, rate, updates)
+        base = injected(task, rate, updates)
     else:
-        learning_rate = _rate_of(named)
+        learning_rate = rate_of(named)
         notes.append(
             "its config names the optimizer, so the task's optimizer and learning rate are not used"
         )
         notes += [
             f"its schedule {name} has {key} = {given}, its budget {updates} updates"
-            for name, key, given in _horizons(named)
+            for name, key, given in horizons(named)
             if given != updates
         ]
     order = None
@@ -205,11 +212,11 @@ def build_arm(
         order = forward_order(task.loss, model, batch, model_state=model_state)
     try:
         if arm.adapts and order is not None:
-            boost, config, told = _fewer_groups(arm, boost, config, model, order)
+            boost, config, told = fewer_groups(arm, boost, config, model, order)
             notes += told
         layers = None
         if "thor" in boost.enabled:
-            layers, boost, config, told = _layers(
+            layers, boost, config, told = captured(
                 arm, boost, config, task, model, model_state, batch
             )
             notes += told
@@ -217,7 +224,7 @@ def build_arm(
         notes += [n for n in boost.describe(tx=tx).resolution.notes if n not in notes]
         own = bool(_info.exchanged_axes(tx)) and boost.config.adasum.axis_name is None
         step = boost.train_step(task.loss, tx, has_aux=task.has_aux, mesh=None if own else mesh)
-        notes += _device_notes(boost, tx, step, batch, alone=mesh is None)
+        notes += device_notes(boost, tx, step, batch, alone=mesh is None)
         enabled = tuple(boost.enabled)
         if arm.dim_reduce_after is not None:
             try:
@@ -234,150 +241,3 @@ def build_arm(
         hint = "\nGive arms of your own with --configs." if arm.adapts else ""
         raise UsageError(f"arm {arm.name!r}: {error}{hint}") from error
     return BuiltArm(step, updates, config, enabled, tuple(notes), learning_rate)
-
-
-def _fewer_groups(
-    arm: Arm, boost: Any, config: dict[str, Any], model: Any, order: Sequence[str]
-) -> tuple[Any, dict[str, Any], list[str]]:
-    """Lower the number of groups to the number of layers; return the boost, config and notes."""
-    from flax import nnx
-
-    from boostax.auto import AutoBoost
-    from boostax.updates.parameter_groups import parameter_groups
-
-    params = nnx.state(model, nnx.Param) if isinstance(model, nnx.Module) else model
-    asked = boost.config.grad_freeze.param_groups
-    # One group always fits; where even that fails, the message is about something else.
-    for groups in range(asked, 1, -1):
-        try:
-            parameter_groups(params, groups, order=order, by=boost.config.grad_freeze.by)
-        except ValueError:
-            continue
-        break
-    else:
-        groups = 1
-    if groups == asked:
-        return boost, config, []
-    config = {**config, "grad_freeze": {**config["grad_freeze"], "param_groups": groups}}
-    told = [f"{asked} groups of layers were asked for, and the model has layers for {groups}"]
-    if groups == 1:
-        told.append("with one group nothing is ever frozen")
-    return AutoBoost(arm.level, copy.deepcopy(config)), config, told
-
-
-def _layers(
-    arm: Arm,
-    boost: Any,
-    config: dict[str, Any],
-    task: Task,
-    model: Any,
-    model_state: Any,
-    batch: Any,
-) -> tuple[Any, Any, dict[str, Any], list[str]]:
-    """Capture the layers of the task's loss; return them, the boost, the config and notes."""
-    from boostax.auto import AutoBoost
-    from boostax.gradients.capture import capture_layers
-
-    section = boost.config.thor
-    try:
-        layers = capture_layers(
-            task.loss,
-            model,
-            batch,
-            model_state=model_state,
-            has_aux=task.has_aux,
-            block_size=section.block_size,
-            fisher=section.fisher,
-            mode=section.mode,
-            exclude=section.exclude,
-        )
-    except ValueError as error:
-        if not arm.adapts:
-            raise
-        config = {**config, "boost": {**config["boost"], "thor": False}}
-        boost = AutoBoost(arm.level, copy.deepcopy(config))
-        return None, boost, config, [f"thor is left out: {error}"]
-    return layers, boost, config, []
-
-
-def _device_notes(boost: Any, tx: Any, step: Any, batch: Any, *, alone: bool) -> list[str]:
-    """Say over which devices an arm with an exchange is trained.
-
-    Raises:
-      ValueError: there is one process (``alone``), and its devices can't share a batch.
-    """
-    from boostax.training._placement import filled_batch
-
-    replicas = step.settings.replicas
-    if replicas is None or not _info.exchanged_axes(tx):
-        return []
-    told = list(boost.describe(tx=tx).notes)
-    if alone:
-        filled_batch(batch, replicas, step.settings.example_weights, step.settings.microbatch)
-    if alone and replicas.size > 1:
-        told.append(
-            f"its batch is split over {replicas.size} devices, and its FLOPs and memory are those of "
-            "one; an arm without adasum runs on one device"
-        )
-    return told
-
-
-def _rate_of(named: Any) -> float | str:
-    """Return the learning rate of an optimizer that a config names, or what tells it in words."""
-    given = named.get("learning_rate")
-    if isinstance(given, (int, float)):
-        return float(given)
-    name = getattr(given, "name", None)
-    return f"by its config ({name})" if name else "by its config"
-
-
-# Arguments of optax's schedules that say where they end. exponential_decay has one too, but goes on.
-_ENDS = ("decay_steps", "transition_steps")
-_ENDLESS = ("exponential_decay", "warmup_exponential_decay_schedule")
-
-
-def _horizons(value: Any) -> Iterator[tuple[str, str, int]]:
-    """Yield the name, the argument and the length of every schedule in a config's optimizer."""
-    if isinstance(value, (tuple, list)):
-        for part in value:
-            yield from _horizons(part)
-    elif hasattr(value, "arguments"):
-        for key, given in value.arguments:
-            if value.kind == "schedule" and key in _ENDS and value.name not in _ENDLESS:
-                yield value.name, key, given
-            yield from _horizons(given)
-
-
-def _injected(task: Task, rate: float, updates: int) -> optax.GradientTransformationExtraArgs:
-    """Return the task's optimizer with its learning rate as a part of the state."""
-    optimizer = task.optimizer(rate, updates)
-    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
-        raise UsageError(
-            f"{task.name}: optimizer(learning_rate, steps) must return an optax transformation, got "
-            f"{type(optimizer).__name__}"
-        )
-
-    def make(learning_rate: Any) -> Any:
-        return task.optimizer(learning_rate, updates)
-
-    # The factory hides what it makes, and what may stand around it depends on its parts (a line
-    # search, L-BFGS).
-    return _info.with_info(
-        optax.inject_hyperparams(make)(learning_rate=rate),
-        _info.TransformInfo("inject_hyperparams", inner=optimizer),
-    )
-
-
-def _updates(boost: Any, steps: int) -> tuple[int, int]:
-    """Return how many updates ``steps`` calls make, and how many calls are left after the last."""
-    if "grad_accumulation" not in boost.enabled or not boost.config.has_window:
-        return steps, 0
-    every = boost.config.every
-    if not callable(every):
-        return divmod(steps, int(every))
-    length: Callable[[int], Any] = every
-    updates, start = 0, 0
-    for number in range(1, steps + 1):
-        if number - start >= int(length(updates)):
-            updates, start = updates + 1, number
-    return updates, steps - start
