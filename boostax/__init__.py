@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from boostax.gradients.loss_scale import LossScaleState as LossScaleState
     from boostax.gradients.loss_scale import set_loss_scale as set_loss_scale
     from boostax.gradients.microbatch import microbatch as microbatch
+    from boostax.models.normalized_dense import NormalizedDense as NormalizedDense
+    from boostax.models.normalized_linear import NormalizedLinear as NormalizedLinear
     from boostax.training.contract import LossAux as LossAux
     from boostax.training.predictive import Categorical as Categorical
     from boostax.training.predictive import Gaussian as Gaussian
@@ -66,6 +68,8 @@ _HOME = {
     "AutoBoost": "auto",
     "BoostConfig": "config",
     "load_config": "config",
+    "NormalizedLinear": "models.normalized_linear",
+    "NormalizedDense": "models.normalized_dense",
     "forward_order": "gradients.forward_order",
     "microbatch": "gradients.microbatch",
     "capture_layers": "gradients.capture",
