@@ -26,14 +26,17 @@ def wide(*values: Any) -> Any:
 
 
 def times_coefficients(rows: Any, coefficients: jax.Array) -> jax.Array:
-    """Return V^T c for one leaf's rows (k, *shape): its shape."""
+    """Return V^T c for one leaf's rows (k, *shape) and coefficients (*many, k): (*many, *shape).
+
+    Several vectors of coefficients cost one pass over the rows.
+    """
     rows = jnp.asarray(rows)
     dtype = wide(rows, coefficients)
     if rows.dtype != jnp.bfloat16 or dtype != jnp.float32:
         return jax.lax.dot_general(
             coefficients.astype(dtype),
             rows.astype(dtype),
-            (((0,), (0,)), ((), ())),
+            (((coefficients.ndim - 1,), (0,)), ((), ())),
             precision=jax.lax.Precision.HIGHEST,
             preferred_element_type=dtype,
         )
@@ -45,7 +48,10 @@ def times_coefficients(rows: Any, coefficients: jax.Array) -> jax.Array:
         parts.append(head.astype(rows.dtype))
         rest = rest - head
     product = jax.lax.dot_general(
-        jnp.stack(parts), rows, (((1,), (0,)), ((), ())), preferred_element_type=dtype
+        jnp.stack(parts),
+        rows,
+        (((coefficients.ndim,), (0,)), ((), ())),
+        preferred_element_type=dtype,
     )
     return jnp.sum(product, axis=0)
 

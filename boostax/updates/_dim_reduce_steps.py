@@ -28,7 +28,7 @@ class Problem:
       leaves: the gradient's covered leaves, in float32 or better.
       momentum: the momentum's covered leaves; empty with alpha = 0.
       value: the loss, in float32 or better.
-      back: from coefficients to covered leaves.
+      back: from coefficients (j, k) to j lists of covered leaves, in one pass over the basis.
       loss_at: from covered leaves of an update to the loss behind it.
     """
 
@@ -37,7 +37,7 @@ class Problem:
     leaves: Sequence[jax.Array]
     momentum: Sequence[jax.Array]
     value: jax.Array
-    back: Callable[[jax.Array], Sequence[jax.Array]]
+    back: Callable[[jax.Array], Sequence[Sequence[jax.Array]]]
     loss_at: Callable[[Sequence[jax.Array]], jax.Array]
 
 
@@ -58,8 +58,7 @@ def default(
     without_slope = jnp.where(flat & (settings.alpha > 0), 1, 0)
     limit = jnp.where(slope < 0, settings.max_backtracks + 1, without_slope)
 
-    moved = problem.back(direction)
-    momentum = _next_momentum(settings, problem, gradient)
+    moved, momentum = _back(settings, problem, direction, gradient)
     at = lambda factor: _update(settings, factor, moved, momentum)
     found = backtrack(
         lambda factor: problem.loss_at(at(factor)),
@@ -114,8 +113,7 @@ def reference(
     direction = -dot(metric, gradient)
     slope = dot(problem.raw / settings.loss_scale, direction)
 
-    moved = problem.back(direction)
-    momentum = _next_momentum(settings, problem, gradient)
+    moved, momentum = _back(settings, problem, direction, gradient)
     found = backtrack(
         lambda factor: problem.loss_at([factor * leaf for leaf in moved]),
         problem.value,
@@ -142,14 +140,18 @@ def reference(
     return _update(settings, found.factor, moved, momentum), momentum, new
 
 
-def _next_momentum(settings: Settings, problem: Problem, gradient: jax.Array) -> list[jax.Array]:
+def _back(
+    settings: Settings, problem: Problem, direction: jax.Array, gradient: jax.Array
+) -> tuple[Sequence[jax.Array], list[jax.Array]]:
+    """Return the direction's leaves and the next momentum's."""
     if settings.alpha == 0:
-        return []
-    inside = problem.back(gradient)
-    return [
+        return problem.back(direction[None])[0], []
+    moved, inside = problem.back(jnp.stack([direction, gradient]))
+    momentum = [
         settings.gamma * old + (leaf - part)
         for old, leaf, part in zip(problem.momentum, problem.leaves, inside, strict=True)
     ]
+    return moved, momentum
 
 
 def _update(

@@ -32,6 +32,7 @@ import optax
 from boostax._info import TransformInfo, with_info
 from boostax._tree import leaf_paths
 from boostax.errors import StateMismatchError
+from boostax.updates._basis_products import times_coefficients
 from boostax.updates._dim_reduce_checks import (
     Settings,
     bound_loss,
@@ -261,6 +262,10 @@ def _update(
         moved: Any = optax.apply_updates(list(own.only(held)), cast(leaves))
         return own.fill(moved, held)
 
+    def back(coefficients: jax.Array) -> list[list[jax.Array]]:
+        many = [times_coefficients(rows, coefficients) for rows in basis.components]
+        return [[leaves[i] for leaves in many] for i in range(len(coefficients))]
+
     loss = bound_loss(extra["value_fn"], extra)
     gradient = basis.project(updates).astype(wide)
     raw = extra.get("grad")
@@ -274,7 +279,7 @@ def _update(
         leaves=[g.astype(jnp.promote_types(wide, g.dtype)) for g in gradients],
         momentum=[] if state.momentum is None else jax.tree.leaves(state.momentum),
         value=value,
-        back=lambda c: own.only(jax.tree.leaves(basis.combine(c))),
+        back=back,
         loss_at=lambda leaves: loss(behind(leaves)),
     )
     rule: Callable[..., Any] = reference if settings.mode == "reference" else default
