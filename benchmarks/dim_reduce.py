@@ -60,9 +60,7 @@ def mlp(size: float, batch: int) -> Case:
     width = 32 * max(1, round(math.sqrt(size / 3) / 32))
     rng = np.random.default_rng(0)
     params = {
-        f"layer_{i}": jnp.asarray(
-            rng.normal(size=(width, out)) * np.sqrt(2 / width), jnp.float32
-        )
+        f"layer_{i}": jnp.asarray(rng.normal(size=(width, out)) * np.sqrt(2 / width), jnp.float32)
         for i, out in enumerate((width, width, width, 10))
     }
 
