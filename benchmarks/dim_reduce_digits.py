@@ -7,10 +7,10 @@ An MLP 64-64-32-10 with ReLU (6570 weights) is trained by 600 steps of batches o
 momentum (its rate decayed to zero by a cosine), and a snapshot is taken at the start and after every
 tenth, 61 in all. dim_reduce then starts anew from the first snapshot, the initial parameters, and
 takes ``--steps`` steps on the whole training part (1347 examples, a quarter of the digits is held
-out). A seed gives split, initial parameters and order of the batches. Beside it: the reference's rule, other k and alpha, a bfloat16
-basis, a random subspace of the same dimension (orthonormalised Gaussian rows), and in the whole space
-full-batch SGD with momentum (the best of five rates by the mean test accuracy, which flatters it) and
-optax's L-BFGS.
+out). A seed gives split, initial parameters and order of the batches. Beside it: the reference's rule,
+other k and alpha, a bfloat16 basis, a random subspace of the same dimension (orthonormalised Gaussian
+rows), and in the whole space full-batch SGD with momentum (the best of five rates by the mean test
+accuracy, which flatters it) and optax's L-BFGS.
 
 Prints Markdown.
 """
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import pathlib
 import sys
 from collections.abc import Callable
@@ -91,7 +92,7 @@ def initial(rng: np.random.Generator) -> Any:
             "kernel": jnp.asarray(rng.normal(size=(i, o)) * np.sqrt(2 / i), jnp.float32),
             "bias": jnp.zeros(o),
         }
-        for i, o in zip(WIDTHS[:-1], WIDTHS[1:], strict=True)
+        for i, o in itertools.pairwise(WIDTHS)
     ]
 
 
@@ -241,9 +242,8 @@ def main() -> None:
         "failed searches",
         "trials a step",
     ]
-    print(
-        f"{seeds} seeds, {steps} full-batch steps, training run at rate {arguments.rate:g}.\n\n{table(head, rows)}\n"
-    )
+    rate = f"training run at rate {arguments.rate:g}"
+    print(f"{seeds} seeds, {steps} full-batch steps, {rate}.\n\n{table(head, rows)}\n")
     where = environment()
     print(f"{where['cpu_count']} CPU cores, JAX {where['jax']}")
     if arguments.out is not None:
