@@ -73,7 +73,7 @@ class Bench:
     def __init__(self, name: str, epochs: int):
         self.net = NETS[name]
         self.end, self.stop = epochs * EPOCH, 7 * epochs // 10 * EPOCH
-        self.every = 8 if epochs > 15 else 4
+        self.every = 8 if epochs > 15 else 2
         self.source = load()
         self.trained = functools.cache(self._trained)
         self.loops: dict[Any, Any] = {}

@@ -7,7 +7,7 @@ Needs the package mnist1d (extra ``demo``), which makes the data without a downl
 0.9, batches of 100, ``--epochs`` of 32 steps, 5 % warm-up and a cosine to zero; the rate is that of the
 best validation accuracy at the end, mean over tuning seeds of their own, on a grid of factors of two
 that grows until the best is not at its edge. Fresh seeds stop at 70 % of the schedule, with a snapshot
-at the start and after every 8th step (4th of 10 epochs). Every arm then has the same two epochs of
+at the start and after every 8th step (2nd of 10 epochs). Every arm then has the same two epochs of
 data, 6400 gradients of examples, in batches of its own size; what the line searches evaluate comes on
 top and is counted. dim_reduce has k = 20 and its other defaults, and goes on from the stopped
 parameters, or from the snapshots' mean. "late": the basis of the snapshots of the last third of the

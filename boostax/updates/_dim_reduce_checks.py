@@ -80,7 +80,9 @@ def make_settings(basis: Any, max_backtracks: Any, mode: Any, **given: Any) -> S
         )
     within = lambda x: 0 < x < 1
     return Settings(
-        basis=basis.without_points(),
+        basis=dataclasses.replace(
+            basis.without_points(), components=tuple(map(_on_host, basis.components))
+        ),
         rho=_number("rho", given["rho"], "between 0 and 1", within),
         gamma=_number("gamma", given["gamma"], ">= 0 and < 1", lambda x: 0 <= x < 1),
         alpha=_number("alpha", given["alpha"], ">= 0", lambda x: x >= 0),
@@ -144,6 +146,14 @@ def bound_loss(value_fn: Callable[..., Any], extra: Mapping[str, Any]) -> Callab
         return out
 
     return loss
+
+
+def _on_host(rows: Any) -> Any:
+    """Fetch a part of the basis, so that on a device it lies in the state alone."""
+    traced = isinstance(rows, Tracer)
+    if traced or not isinstance(rows, jax.Array) or not rows.is_fully_addressable:
+        return rows
+    return np.asarray(rows)
 
 
 def _fingerprint(basis: TrajectoryBasis) -> int:

@@ -123,14 +123,15 @@ def dim_reduce(
 
     It is a whole optimizer and takes the place of one: nothing may follow it in a chain, since that
     would change the point that was accepted. The state holds a copy of the basis, so that a compiled
-    step gets it as an argument; as a constant, its n k numbers would be written into the program.
+    step gets it as an argument; as a constant, its n k numbers would be written into the program. The
+    transformation keeps its own in host memory.
 
     Args:
       basis: a :class:`boostax.TrajectoryBasis`. Leaves that it does not cover are not moved.
       rho: what a step is shortened by after a trial that failed, between 0 and 1. Default 0.55.
       gamma: the momentum's decay, >= 0 and < 1. Default 0.9.
-      alpha: the rate outside of the subspace, >= 0. With 0 there is no momentum, and one of two
-        passes back over the basis falls away. Default 0.001.
+      alpha: the rate outside of the subspace, >= 0. With 0 there is no momentum, and the gradient's
+        part inside is not taken back. Default 0.001.
       sigma: the part of the decrease by the slope that a step must reach, between 0 and 1. Default
         0.4.
       max_backtracks: how often a step is shortened at most, >= 0; there are up to
