@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from boostax.gradients.microbatch import microbatch as microbatch
     from boostax.models.normalized_dense import NormalizedDense as NormalizedDense
     from boostax.models.normalized_linear import NormalizedLinear as NormalizedLinear
+    from boostax.models.replace_norm import replace_norm as replace_norm
     from boostax.training.contract import LossAux as LossAux
     from boostax.training.predictive import Categorical as Categorical
     from boostax.training.predictive import Gaussian as Gaussian
@@ -70,6 +71,7 @@ _HOME = {
     "load_config": "config",
     "NormalizedLinear": "models.normalized_linear",
     "NormalizedDense": "models.normalized_dense",
+    "replace_norm": "models.replace_norm",
     "forward_order": "gradients.forward_order",
     "microbatch": "gradients.microbatch",
     "capture_layers": "gradients.capture",

@@ -97,6 +97,8 @@ class LayerNorm(nnx.LayerNorm):
         ):
             if value is not None and theirs in flax_arguments:
                 raise ValueError(f"{name}: give {ours} or {theirs}, not both")
+        if begin_norm_axis is not None and "feature_axes" in flax_arguments:
+            raise ValueError(f"{name}: give reduction_axes with feature_axes, not begin_norm_axis")
         axes = axes_from_end(name, len(shape), begin_norm_axis, begin_params_axis)
         arguments: dict[str, Any] = {
             "reduction_axes": axes.reduction,
