@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
 
 import boostax.linen
 import boostax.nnx
@@ -335,6 +337,24 @@ def test_devices_share_statistics(framework, name):
     for key in ("mean", "var"):
         np.testing.assert_allclose(stats[key][0], wanted[key], rtol=1e-5)
         np.testing.assert_array_equal(stats[key][0], stats[key][1])
+
+
+NORMALIZERS = (
+    boostax.nnx.BatchNorm(4, epsilon=1e-9, rngs=nnx.Rngs(0)),
+    boostax.nnx.GhostBatchNorm(4, ghost_batch_size=2, epsilon=1e-9, rngs=nnx.Rngs(0)),
+    boostax.nnx.LayerNorm(4, begin_norm_axis=1, epsilon=1e-9, rngs=nnx.Rngs(0)),
+    boostax.nnx.GroupNorm(4, 2, epsilon=1e-9, rngs=nnx.Rngs(0)),
+    boostax.nnx.InstanceNorm(4, epsilon=1e-9, rngs=nnx.Rngs(0)),
+)
+
+
+@given(st.integers(0, 1000), st.floats(0.5, 100), st.floats(-100, 100))
+def test_scale_and_shift_of_the_input_do_not_matter(seed, factor, shift):
+    x = np.random.default_rng(seed).normal(size=(4, 6, 4)).astype(np.float32)
+    for norm in NORMALIZERS:
+        y = norm(x)
+        np.testing.assert_allclose(norm(factor * x + shift), y, atol=5e-3)
+        assert abs(float(y.mean())) < 1e-4
 
 
 def test_instance_norm_evaluates_in_a_view():

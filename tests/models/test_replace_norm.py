@@ -5,10 +5,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
 
+import boostax
 import boostax.linen
 import boostax.nnx
 from boostax import replace_norm
@@ -132,6 +134,24 @@ def test_new_statistics_start_fresh_and_linen_says_when_they_are_used():
     _, new = net.apply(variables, X, mutable=["batch_stats"])
     np.testing.assert_allclose(new["batch_stats"]["norm"]["mean"], X.mean((0, 1, 2)) / 2, rtol=1e-4)
     np.testing.assert_allclose(net.apply(variables, X), X / np.sqrt(1 + 1e-3), rtol=1e-5)
+
+
+def test_new_statistics_move_in_a_train_step_with_a_window():
+    net, _ = replace_norm(Linen("layer"), "batch", X, momentum=0.5)
+    variables = net.init(jax.random.key(0), X)
+
+    def loss_fn(params, batch, *, model_state):
+        y, new = net.apply({"params": params, **model_state}, batch, mutable=["batch_stats"])
+        return (y**2).mean(), boostax.LossAux(model_state=dict(new))
+
+    tx = boostax.accumulate(optax.sgd(0.1), 2)
+    step = boostax.train_step(loss_fn, tx, has_aux=True)
+    state = step.init(variables["params"], model_state={"batch_stats": variables["batch_stats"]})
+    for part in (X[:2], X[2:]):
+        state, _ = step(state, part)
+    stats = state.model_state["batch_stats"]["norm"]
+    np.testing.assert_allclose(stats["mean"], X.mean((0, 1, 2)) / 2, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(stats["var"], 0.5 + X.var((0, 1, 2)) / 2, rtol=1e-4)
 
 
 def test_instance_norm_with_running_statistics_and_layer_norm_over_an_example():
