@@ -10,8 +10,9 @@ that grows until the best is not at its edge. Fresh seeds stop at 70 % of the sc
 at the start and after every 8th step (2nd of 10 epochs). Every arm then has the same two epochs of
 data, 6400 gradients of examples, in batches of its own size; what the line searches evaluate comes on
 top and is counted. dim_reduce has k = 20 and its other defaults, and goes on from the stopped
-parameters, or from the snapshots' mean. "late": the basis of the snapshots of the last third of the
-run. Batch statistics are taken anew from the whole training part, for every arm.
+parameters, or from the snapshots' mean. SGD goes on from the rate of the stop, falling to zero by a
+line, with larger batches from multiples of it. "late": the basis of the snapshots of the last third
+of the run. Batch statistics are taken anew from the whole training part, for every arm.
 
 Prints Markdown.
 """
@@ -33,7 +34,6 @@ import numpy as np
 import optax
 from _dim_reduce_runs import (
     BATCH,
-    EPOCH,
     MOMENTUM,
     MORE,
     NETS,
@@ -58,13 +58,18 @@ def late(run: Run) -> list[Any]:
     return run.snapshots[-(len(run.snapshots) // 3) :]
 
 
-def annealed(bench: Bench, run: Run, seed: int) -> Outcome:
-    del seed
-    total = MORE * EPOCH
-    # The rate is a part of the program, and is the same for all seeds.
-    tx = optax.sgd(lambda count: run.rate * (1 - count / total), momentum=MOMENTUM)
-    state = optax.tree.set(run.state, count=jax.numpy.zeros((), int))
-    return bench.more(run, tx, run.params, state, BATCH, "annealed")
+def annealed(size: int, times: float) -> Callable[..., Outcome]:
+    """Return an arm with SGD, from ``times`` the rate of the stop to zero."""
+
+    def arm(bench: Bench, run: Run, seed: int) -> Outcome:
+        del seed
+        total = MORE * TRAIN // size
+        # The rate is a part of the program, and is the same for all seeds.
+        tx = optax.sgd(lambda count: times * run.rate * (1 - count / total), momentum=MOMENTUM)
+        state = optax.tree.set(run.state, count=jax.numpy.zeros((), int))
+        return bench.more(run, tx, run.params, state, size, ("annealed", size, times))
+
+    return arm
 
 
 def reduced(
@@ -89,7 +94,8 @@ def reduced(
 
 ARMS: dict[str, Callable[[Bench, Run, int], Outcome]] = {
     NOTHING: lambda bench, run, seed: (run.params, ()),
-    ANNEALED: annealed,
+    ANNEALED: annealed(BATCH, 1),
+    **{f"SGD annealed, batch 800, rate x {times}": annealed(800, times) for times in (1, 2, 4, 8)},
     "SWA, last third": lambda bench, run, seed: (mean_of(late(run)), ()),
     "SWA, all snapshots": lambda bench, run, seed: (mean_of(run.snapshots), ()),
     "the full run": lambda bench, run, seed: (run.full, ()),
@@ -164,8 +170,8 @@ def report(name: str, epochs: int, arms: list[str], seeds: int, tuning: int) -> 
                 f"{sum(failed[arm]):.0f} of {seeds * steps[arm]}",
                 f"{np.mean(trials[arm]):.0f}",
             ]
-        elif arm == ANNEALED:
-            cells = [str(MORE * EPOCH), "", ""]
+        elif arm.startswith("SGD annealed"):
+            cells = [str(MORE * TRAIN // (BATCH if arm == ANNEALED else 800)), "", ""]
         rows.append(
             [
                 arm,
