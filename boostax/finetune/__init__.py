@@ -1,0 +1,1 @@
+"""Fine-tuning together with the source data: features, nearest examples, joint losses, loaders."""

@@ -1,0 +1,96 @@
+"""Feature matrices as blocks of rows: from arrays, .npy files, or any iterable of blocks."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+__all__ = ["matrix", "row_blocks"]
+
+
+def matrix(argument: str, features: Any) -> Any:
+    """Return a feature matrix of real numbers, checked; files are memory-mapped."""
+    array = _opened(argument, features)
+    if not isinstance(array, (np.ndarray, jax.Array)):
+        array = np.asarray(array)
+    return _checked(argument, array)
+
+
+def row_blocks(argument: str, features: Any, rows: int) -> Iterator[tuple[Any, int]]:
+    """Yield ``(block, used)``: blocks of exactly ``rows`` rows, of which the first ``used`` count.
+
+    All blocks have one shape, so that one compiled function serves them; the last is filled up with
+    zeros. A matrix with fewer rows than that is one block of its own size.
+    """
+    features = _opened(argument, features)
+    if isinstance(features, (np.ndarray, jax.Array)):
+        whole = _checked(argument, features)
+        size = min(rows, len(whole))
+        for start in range(0, len(whole), size):
+            yield _filled(whole[start : start + size], size)
+        return
+    if not isinstance(features, Iterable) or isinstance(features, (dict, bytes)):
+        raise TypeError(
+            f"{argument} must be an array, a .npy file or an iterable of blocks of rows, got "
+            f"{type(features).__name__}"
+        )
+    yield from _gathered(argument, features, rows)
+
+
+def _gathered(argument: str, blocks: Iterable[Any], rows: int) -> Iterator[tuple[Any, int]]:
+    """Cut blocks of any sizes into blocks of ``rows``."""
+    held: list[np.ndarray] = []
+    count, width, number = 0, None, -1
+    for number, given in enumerate(blocks):
+        name = f"{argument}, block {number}"
+        block = np.asarray(_checked(name, given if hasattr(given, "ndim") else np.asarray(given)))
+        if width is not None and block.shape[1] != width:
+            raise ValueError(f"{name} has {block.shape[1]} features, the blocks before it {width}")
+        width = block.shape[1]
+        while len(block):
+            taken = block[: rows - count]
+            held.append(taken)
+            count += len(taken)
+            block = block[len(taken) :]
+            if count == rows:
+                yield np.concatenate(held), rows
+                held, count = [], 0
+    if number < 0:
+        raise ValueError(f"{argument} is empty: the iterable gave no block")
+    if held:
+        yield _filled(np.concatenate(held), rows)
+
+
+def _filled(block: Any, rows: int) -> tuple[Any, int]:
+    used = len(block)
+    if used == rows:
+        return block, used
+    xp = jnp if isinstance(block, jax.Array) else np
+    return xp.concatenate([block, xp.zeros((rows - used, block.shape[1]), block.dtype)]), used
+
+
+def _opened(argument: str, features: Any) -> Any:
+    if not isinstance(features, (str, os.PathLike)):
+        return features
+    path = pathlib.Path(features)
+    if path.suffix != ".npy":
+        raise ValueError(f"{argument}: {str(path)!r} is no .npy file; other files can be iterated")
+    return np.load(path, mmap_mode="r", allow_pickle=False)
+
+
+def _checked(argument: str, array: Any) -> Any:
+    dtype = array.dtype
+    if not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
+        raise TypeError(f"{argument} must hold real numbers, got dtype {dtype}")
+    if array.ndim != 2 or 0 in array.shape:
+        raise ValueError(
+            f"{argument} must be a matrix (examples, features), not empty, got shape "
+            f"{tuple(array.shape)}; flatten or pool other shapes"
+        )
+    return array

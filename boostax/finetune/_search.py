@@ -1,0 +1,183 @@
+"""Blocked search for nearest rows: a matrix product, its largest entries, and a merge, per block.
+
+Every metric is a score that is a matrix product and a bias, largest where the distance is smallest::
+
+    score(t, s) = A(t) . B(s) + b(s),    distance = f(c(t) - score)
+
+Of equal scores the one with the lowest index is kept: ``top_k`` prefers what stands first, and what
+was found earlier stands first in a merge.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+__all__ = ["METRICS", "Found", "distances", "prepare_targets", "start", "step"]
+
+NO_ROW = 2**31 - 1
+
+
+class Found(NamedTuple):
+    """The nearest rows so far, targets cut into tiles.
+
+    Attributes:
+      scores: (tiles, rows of a tile, k), falling along the last axis; -inf where there is none yet.
+      indices: int32, the same shape; -1 where there is none yet.
+      unfit: int32 scalar, the first source row that the metric can't take; ``NO_ROW`` if none.
+    """
+
+    scores: jax.Array
+    indices: jax.Array
+    unfit: jax.Array
+
+
+class Targets(NamedTuple):
+    """The targets' half of the scores.
+
+    Attributes:
+      left: A(t), (tiles, rows of a tile, features).
+      constant: c(t), (tiles, rows of a tile).
+      centre: (2, features), what is taken first from all rows, and from their logarithms.
+    """
+
+    left: jax.Array
+    constant: jax.Array
+    centre: jax.Array
+
+
+class Half(NamedTuple):
+    """What a metric makes of rows: the matrix, the bias or constant, and which rows it can take."""
+
+    rows: jax.Array
+    offset: jax.Array
+    fits: jax.Array
+
+
+def _euclidean(rows: jax.Array, centre: jax.Array, is_target: bool) -> Half:
+    rows = rows - centre[:1]
+    squares = jnp.sum(rows * rows, axis=-1)
+    return Half(2 * rows if is_target else rows, squares, jnp.isfinite(squares))
+
+
+def _cosine(rows: jax.Array, centre: jax.Array, is_target: bool) -> Half:
+    del centre, is_target
+    # By the largest entry first, so that no square overflows or vanishes.
+    largest = jnp.max(jnp.abs(rows), axis=-1, keepdims=True)
+    scaled = rows / jnp.where(largest > 0, largest, 1.0)
+    norm = jnp.sqrt(jnp.sum(scaled * scaled, axis=-1, keepdims=True))
+    # A row of zeros has no direction: its cosine with every row is 0.
+    unit = scaled / jnp.where(norm > 0, norm, 1.0)
+    return Half(unit, jnp.zeros(rows.shape[:-1], rows.dtype), jnp.isfinite(unit).all(-1))
+
+
+def _symmetric_kl(rows: jax.Array, centre: jax.Array, is_target: bool) -> Half:
+    fits = (rows > 0).all(axis=-1) & jnp.isfinite(rows).all(axis=-1)
+    rows = jnp.where(fits[..., None], rows, 1.0)
+    logs = jnp.log(rows) - centre[1:]
+    rows = rows - centre[:1]
+    parts = [rows, logs] if is_target else [logs, rows]
+    return Half(jnp.concatenate(parts, axis=-1), jnp.sum(rows * logs, axis=-1), fits)
+
+
+METRICS: dict[str, Callable[[jax.Array, jax.Array, bool], Half]] = {
+    "euclidean": _euclidean,
+    "cosine": _cosine,
+    "symmetric_kl": _symmetric_kl,
+}
+
+
+def _wide(rows: jax.Array) -> jax.Array:
+    return rows.astype(jnp.promote_types(rows.dtype, jnp.float32))
+
+
+@functools.partial(jax.jit, static_argnames=("metric", "tile"))
+def prepare_targets(rows: Any, *, metric: str, tile: int) -> tuple[Targets, jax.Array]:
+    """Return the targets' half of the scores, and the first row that the metric can't take."""
+    rows = _wide(jnp.asarray(rows))
+    # Distances stay, and what would cancel in |t|^2 - 2 t.s + |s|^2 is taken away. Few digits, so
+    # that the differences of small whole numbers are exact.
+    logs = jnp.log(jnp.where(rows > 0, rows, 1.0))
+    centre = jnp.stack([jnp.mean(rows, axis=0), jnp.mean(logs, axis=0)])
+    centre = centre.astype(jnp.bfloat16).astype(rows.dtype)
+    tiles = -(-rows.shape[0] // tile)
+    padding = tiles * tile - rows.shape[0]
+    half = METRICS[metric](rows, centre, True)
+    left = jnp.pad(half.rows, ((0, padding), (0, 0))).reshape(tiles, tile, -1)
+    constant = jnp.pad(half.offset, (0, padding)).reshape(tiles, tile)
+    return Targets(left, constant, centre), _first_unfit(half.fits, 0, rows.shape[0])
+
+
+def start(targets: Targets, k: int) -> Found:
+    """Return that nothing was found yet."""
+    shape = (*targets.constant.shape, k)
+    return Found(
+        jnp.full(shape, -jnp.inf, targets.left.dtype),
+        jnp.full(shape, -1, jnp.int32),
+        jnp.int32(NO_ROW),
+    )
+
+
+@functools.partial(jax.jit, static_argnames="metric", donate_argnums=0)
+def step(
+    found: Found, targets: Targets, block: jax.Array, first: Any, used: Any, *, metric: str
+) -> Found:
+    """Look through one block of source rows.
+
+    Args:
+      found: what the blocks before it gave; donated.
+      targets: what :func:`prepare_targets` returned.
+      block: (rows, features).
+      first: int32, the index of its first row among all.
+      used: int32, how many of its rows count.
+      metric: a key of ``METRICS``.
+    """
+    rows = block.shape[0]
+    half = METRICS[metric](
+        jnp.asarray(block).astype(targets.left.dtype), targets.centre, is_target=False
+    )
+    # c(t) - score is the distance; what is not there, or unfit, is never near.
+    counts = (jnp.arange(rows) < used) & half.fits
+    bias = jnp.where(counts, -half.offset, -jnp.inf)
+    right = jnp.where(counts[:, None], half.rows, 0.0)
+    k = found.scores.shape[-1]
+
+    def look(left: jax.Array, scores: jax.Array, indices: jax.Array) -> tuple[Any, Any]:
+        product = jnp.matmul(left, right.T, precision=lax.Precision.HIGHEST)
+        near = product + bias[None]
+        # top_k tells -0 from 0.
+        near, at = lax.top_k(jnp.where(near == 0, 0.0, near), min(k, rows))
+        both = jnp.concatenate([scores, near], axis=-1)
+        best, place = lax.top_k(both, k)
+        merged = jnp.concatenate([indices, at.astype(jnp.int32) + first], axis=-1)
+        return best, jnp.take_along_axis(merged, place, axis=-1)
+
+    if targets.left.shape[0] == 1:
+        scores, indices = look(targets.left[0], found.scores[0], found.indices[0])
+        scores, indices = scores[None], indices[None]
+    else:
+        scores, indices = lax.map(
+            lambda each: look(*each), (targets.left, found.scores, found.indices)
+        )
+    unfit = jnp.minimum(found.unfit, _first_unfit(half.fits, first, used))
+    return Found(scores, indices, unfit)
+
+
+def _first_unfit(fits: jax.Array, first: Any, used: Any) -> jax.Array:
+    number = jnp.arange(fits.shape[0], dtype=jnp.int32)
+    bad = ~fits & (number < used)
+    return jnp.min(jnp.where(bad, number + jnp.int32(first), jnp.int32(NO_ROW)))
+
+
+@functools.partial(jax.jit, static_argnames="metric")
+def distances(scores: jax.Array, constant: jax.Array, *, metric: str) -> jax.Array:
+    """Return distances from scores (..., k) and the targets' constants (...)."""
+    if metric == "cosine":
+        return jnp.maximum(1.0 - scores, 0.0)
+    apart = jnp.maximum(constant[..., None] - scores, 0.0)
+    return jnp.sqrt(apart) if metric == "euclidean" else apart
