@@ -19,6 +19,14 @@ if TYPE_CHECKING:
     from boostax.errors import ConfigError as ConfigError
     from boostax.errors import MissingExtraError as MissingExtraError
     from boostax.errors import StateMismatchError as StateMismatchError
+    from boostax.finetune.feature_tap import feature_tap as feature_tap
+    from boostax.finetune.histograms import feature_histograms as feature_histograms
+    from boostax.finetune.histograms import histogram_edges as histogram_edges
+    from boostax.finetune.joint_batches import joint_batches as joint_batches
+    from boostax.finetune.joint_loss import joint_loss as joint_loss
+    from boostax.finetune.nearest import SourceSubset as SourceSubset
+    from boostax.finetune.nearest import enlarge_neighbours as enlarge_neighbours
+    from boostax.finetune.nearest import nearest_source_subset as nearest_source_subset
     from boostax.gradients.capture import capture_layers as capture_layers
     from boostax.gradients.forward_order import forward_order as forward_order
     from boostax.gradients.group_loss_scale import GroupLossScale as GroupLossScale
@@ -64,7 +72,7 @@ if TYPE_CHECKING:
     from boostax.updates.thor import thor as thor
     from boostax.updates.trajectory_basis import trajectory_basis as trajectory_basis
 
-# Name -> module. Front door, model seam, gradient seam, update seam, training, errors.
+# Name -> module. Front door, model seam, gradient seam, update seam, training, fine-tuning, errors.
 _HOME = {
     "AutoBoost": "auto",
     "BoostConfig": "config",
@@ -111,6 +119,14 @@ _HOME = {
     "train_step": "training.step",
     "SnapshotWriter": "training.snapshots",
     "refresh_batch_statistics": "training.refresh_statistics",
+    "feature_tap": "finetune.feature_tap",
+    "histogram_edges": "finetune.histograms",
+    "feature_histograms": "finetune.histograms",
+    "nearest_source_subset": "finetune.nearest",
+    "SourceSubset": "finetune.nearest",
+    "enlarge_neighbours": "finetune.nearest",
+    "joint_loss": "finetune.joint_loss",
+    "joint_batches": "finetune.joint_batches",
     "ConfigError": "errors",
     "MissingExtraError": "errors",
     "StateMismatchError": "errors",

@@ -136,7 +136,8 @@ class GradFreeze(Section):
         description="Share of the steps in which nothing is frozen; instead of freeze_p.",
     )
     kind: Annotated[
-        Literal["continuous", "interval", "ramp"] | None, one_of("continuous", "interval", "ramp")
+        Literal["continuous", "interval", "ramp", "unfreeze"] | None,
+        one_of("continuous", "interval", "ramp", "unfreeze"),
     ] = Field(default=None, description="The schedule; instead of freeze_type.")
     seed: Seed = Field(default=0, description="Seed of the interval schedule.")
     by: Annotated[Literal["count", "parameters"], one_of("count", "parameters")] = Field(
@@ -149,7 +150,7 @@ class GradFreeze(Section):
     ] = Field(default=None, description="Path patterns of the segments; instead of param_groups.")
 
     @property
-    def schedule_kind(self) -> Literal["continuous", "interval", "ramp"]:
+    def schedule_kind(self) -> Literal["continuous", "interval", "ramp", "unfreeze"]:
         """The schedule's name, from kind or else freeze_type."""
         if self.kind is not None:
             return self.kind

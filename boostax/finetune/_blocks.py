@@ -23,15 +23,16 @@ def matrix(argument: str, features: Any) -> Any:
 
 
 def row_blocks(argument: str, features: Any, rows: int) -> Iterator[tuple[Any, int]]:
-    """Yield ``(block, used)``: blocks of exactly ``rows`` rows, of which the first ``used`` count.
+    """Yield ``(block, used)``: blocks of one shape, of which the first ``used`` rows count.
 
-    All blocks have one shape, so that one compiled function serves them; the last is filled up with
-    zeros. A matrix with fewer rows than that is one block of its own size.
+    One compiled function serves them all; the last is filled up with zeros. A block has ``rows`` rows,
+    or fewer where a matrix of known length is cut more evenly so.
     """
     features = _opened(argument, features)
     if isinstance(features, (np.ndarray, jax.Array)):
         whole = _checked(argument, features)
-        size = min(rows, len(whole))
+        # Blocks of about one size: little is filled up.
+        size = -(-len(whole) // -(-len(whole) // rows))
         for start in range(0, len(whole), size):
             yield _filled(whole[start : start + size], size)
         return

@@ -18,7 +18,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["METRICS", "Found", "distances", "prepare_targets", "start", "step"]
+__all__ = [
+    "METRICS",
+    "NO_ROW",
+    "Found",
+    "distances",
+    "prepare_block",
+    "prepare_targets",
+    "start",
+    "step",
+]
 
 NO_ROW = 2**31 - 1
 
@@ -102,8 +111,9 @@ def prepare_targets(rows: Any, *, metric: str, tile: int) -> tuple[Targets, jax.
     rows = _wide(jnp.asarray(rows))
     # Distances stay, and what would cancel in |t|^2 - 2 t.s + |s|^2 is taken away. Few digits, so
     # that the differences of small whole numbers are exact.
-    logs = jnp.log(jnp.where(rows > 0, rows, 1.0))
-    centre = jnp.stack([jnp.mean(rows, axis=0), jnp.mean(logs, axis=0)])
+    known = jnp.where(jnp.isfinite(rows), rows, 0.0)
+    logs = jnp.log(jnp.where(known > 0, known, 1.0))
+    centre = jnp.stack([jnp.mean(known, axis=0), jnp.mean(logs, axis=0)])
     centre = centre.astype(jnp.bfloat16).astype(rows.dtype)
     tiles = -(-rows.shape[0] // tile)
     padding = tiles * tile - rows.shape[0]
@@ -123,37 +133,48 @@ def start(targets: Targets, k: int) -> Found:
     )
 
 
-@functools.partial(jax.jit, static_argnames="metric", donate_argnums=0)
+@functools.partial(jax.jit, static_argnames="metric")
+def prepare_block(
+    block: Any, targets: Targets, first: Any, used: Any, *, metric: str
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return a block's half of the scores: B(s), b(s), and the first row that doesn't fit.
+
+    Args:
+      block: (rows, features) of the source.
+      targets: what :func:`prepare_targets` returned.
+      first: int32, the index of the block's first row among all.
+      used: int32, how many of its rows count.
+      metric: a key of ``METRICS``.
+    """
+    rows = jnp.asarray(block).astype(targets.left.dtype)
+    half = METRICS[metric](rows, targets.centre, False)
+    # What is not there, or unfit, is never near. top_k tells -0 from 0, so the bias is 0 - 0 and
+    # not -0: then no score is -0.
+    counts = (jnp.arange(rows.shape[0]) < used) & half.fits
+    bias = jnp.where(counts, 0.0 - half.offset, -jnp.inf)
+    return half.rows, bias, _first_unfit(half.fits, first, used)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
 def step(
-    found: Found, targets: Targets, block: jax.Array, first: Any, used: Any, *, metric: str
+    found: Found, targets: Targets, right: jax.Array, bias: jax.Array, unfit: Any, first: Any
 ) -> Found:
     """Look through one block of source rows.
 
     Args:
       found: what the blocks before it gave; donated.
       targets: what :func:`prepare_targets` returned.
-      block: (rows, features).
-      first: int32, the index of its first row among all.
-      used: int32, how many of its rows count.
-      metric: a key of ``METRICS``.
+      right: what :func:`prepare_block` returned, and the two that follow.
+      bias: (rows,).
+      unfit: int32.
+      first: int32, the index of the block's first row among all.
     """
-    rows = block.shape[0]
-    half = METRICS[metric](
-        jnp.asarray(block).astype(targets.left.dtype), targets.centre, is_target=False
-    )
-    # c(t) - score is the distance; what is not there, or unfit, is never near.
-    counts = (jnp.arange(rows) < used) & half.fits
-    bias = jnp.where(counts, -half.offset, -jnp.inf)
-    right = jnp.where(counts[:, None], half.rows, 0.0)
-    k = found.scores.shape[-1]
+    rows, k = right.shape[0], found.scores.shape[-1]
 
     def look(left: jax.Array, scores: jax.Array, indices: jax.Array) -> tuple[Any, Any]:
         product = jnp.matmul(left, right.T, precision=lax.Precision.HIGHEST)
-        near = product + bias[None]
-        # top_k tells -0 from 0.
-        near, at = lax.top_k(jnp.where(near == 0, 0.0, near), min(k, rows))
-        both = jnp.concatenate([scores, near], axis=-1)
-        best, place = lax.top_k(both, k)
+        near, at = lax.top_k(product + bias[None], min(k, rows))
+        best, place = lax.top_k(jnp.concatenate([scores, near], axis=-1), k)
         merged = jnp.concatenate([indices, at.astype(jnp.int32) + first], axis=-1)
         return best, jnp.take_along_axis(merged, place, axis=-1)
 
@@ -164,8 +185,7 @@ def step(
         scores, indices = lax.map(
             lambda each: look(*each), (targets.left, found.scores, found.indices)
         )
-    unfit = jnp.minimum(found.unfit, _first_unfit(half.fits, first, used))
-    return Found(scores, indices, unfit)
+    return Found(scores, indices, jnp.minimum(found.unfit, unfit))
 
 
 def _first_unfit(fits: jax.Array, first: Any, used: Any) -> jax.Array:

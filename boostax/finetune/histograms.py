@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 __all__ = ["feature_histograms", "histogram_edges"]
 
@@ -107,14 +108,14 @@ def feature_histograms(features: Any, bins: Any, *, smoothing: float = 0.5) -> j
         raise TypeError(f"feature_histograms: smoothing must be a number >= 0, got {smoothing!r}")
     if not 0 <= float(smoothing) < np.inf:
         raise ValueError(f"feature_histograms: smoothing must be >= 0 and finite, got {smoothing}")
-    known = not isinstance(values, jax.core.Tracer)
+    known = not isinstance(values, Tracer)
     if isinstance(bins, (numbers.Integral, bool)):
         if not known:
             raise TypeError(
                 "feature_histograms: inside jit bins must be edges; make them outside, with "
                 "boostax.histogram_edges(features, bins)"
             )
-        bins = histogram_edges(values, bins)
+        bins = histogram_edges(values, _bins("feature_histograms", bins))
     edges = _edges(bins, values.shape[-1])
     histograms = _histograms(values, edges, float(smoothing))
     if known and not bool(jnp.isfinite(histograms).all()):
@@ -170,7 +171,7 @@ def _edges(bins: Any, filters: int) -> Any:
             f"feature_histograms: bins must be an int or edges of shape ({filters}, bins - 1), a row a "
             f"filter, got shape {tuple(edges.shape)}"
         )
-    if not isinstance(edges, jax.core.Tracer):
+    if not isinstance(edges, Tracer):
         known = np.asarray(edges, np.float64)
         if not (np.isfinite(known).all() and (np.diff(known, axis=1) >= 0).all()):
             raise ValueError(

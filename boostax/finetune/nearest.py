@@ -5,8 +5,6 @@ from __future__ import annotations
 import numbers
 from typing import Any, Literal, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from boostax.errors import did_you_mean
@@ -118,7 +116,9 @@ def nearest_source_subset(
             )
         if seen + used >= _search.NO_ROW:
             raise ValueError(f"{_NAME}: source_features has 2**31 rows or more")
-        found = _search.step(found, held, part, np.int32(seen), np.int32(used), metric=metric)
+        first = np.int32(seen)
+        prepared = _search.prepare_block(part, held, first, np.int32(used), metric=metric)
+        found = _search.step(found, held, *prepared, first)
         seen += used
     _check_rows("source_features", int(found.unfit), metric)
     if largest > seen:

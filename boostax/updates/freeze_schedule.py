@@ -14,7 +14,7 @@ from boostax.errors import did_you_mean
 
 __all__ = ["freeze_schedule"]
 
-Kind = Literal["continuous", "interval", "ramp"]
+Kind = Literal["continuous", "interval", "ramp", "unfreeze"]
 _KINDS: tuple[str, ...] = get_args(Kind)
 
 
@@ -37,11 +37,13 @@ def freeze_schedule(
       ``G - 1, ..., 2, 1``: few frozen layers are likelier than many. Otherwise it takes 0.
     * ``"ramp"`` never goes back: 0 for the first ``p * total_steps`` windows, then equally long
       stretches of ``1, 2, ..., G - 1``. Most published freezing results use this kind.
+    * ``"unfreeze"`` is the ramp backwards, for fine-tuning: equally long stretches of
+      ``G - 1, ..., 2, 1``, from the last group alone on, then 0 for ``p * total_steps`` windows.
 
     After the end of a schedule nothing is frozen.
 
     Args:
-      kind: ``"continuous"``, ``"interval"`` or ``"ramp"``.
+      kind: ``"continuous"``, ``"interval"``, ``"ramp"`` or ``"unfreeze"``.
       groups: what :func:`boostax.parameter_groups` returned, or the number of groups, >= 1. With
         one group the schedule is all zeros.
       full_fraction: share of windows with nothing frozen, in [0, 1]. Default 0.7. With 1 nothing
@@ -62,13 +64,16 @@ def freeze_schedule(
       [0, 0, 1, 2, 0, 0, 1, 2]
       >>> freeze_schedule("ramp", 3, full_fraction=0.5, total_steps=8).tolist()
       [0, 0, 0, 0, 1, 1, 2, 2]
+      >>> freeze_schedule("unfreeze", 3, full_fraction=0.5, total_steps=8).tolist()
+      [2, 2, 1, 1, 0, 0, 0, 0]
       >>> freeze_schedule("interval", 4, full_fraction=0.5, total_steps=8, seed=1).tolist()
       [0, 2, 0, 1, 0, 3, 0, 2]
 
     Source:
       "continuous" and "interval": ``mindspore.boost.GradientFreeze``, strategies 0 and 1, entry for
       entry. "ramp": A. Brock, T. Lim, J. M. Ritchie, N. Weston, "FreezeOut: Accelerate Training by
-      Progressively Freezing Layers", 2017.
+      Progressively Freezing Layers", 2017. "unfreeze": J. Howard and S. Ruder, "Universal Language
+      Model Fine-tuning for Text Classification", 2018.
 
     When not to use:
       "interval" at its defaults freezes in 30 % of the windows and saves little: at most about 7 % of
@@ -91,6 +96,8 @@ def freeze_schedule(
         table = _interval(count, share, steps, start)
     else:
         table = _ramp(count, share, steps)
+        if kind == "unfreeze":
+            table = table[::-1].copy()
     table.setflags(write=False)
     return table
 

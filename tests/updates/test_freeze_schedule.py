@@ -14,6 +14,15 @@ def test_ramp_by_hand():
     assert schedule.dtype == np.int32
 
 
+def test_unfreeze_by_hand():
+    schedule = freeze_schedule("unfreeze", 4, full_fraction=0.25, total_steps=8)
+    assert schedule.tolist() == [3, 3, 2, 2, 1, 1, 0, 0]
+    ramp = freeze_schedule("ramp", 4, full_fraction=0.3, total_steps=11)
+    schedule = freeze_schedule("unfreeze", 4, full_fraction=0.3, total_steps=11)
+    assert schedule.tolist() == ramp.tolist()[::-1]
+    assert not schedule.flags.writeable
+
+
 def test_continuous_matches_the_reference(reference):
     values = reference("a_freeze_index_sequence")
     for i, (groups, share, steps) in enumerate(values["s0_cases"]):
@@ -44,7 +53,7 @@ def test_interval_draws_as_often_as_the_reference(reference):
 
 
 def test_full_fraction_is_the_share_of_windows_with_nothing_frozen():
-    for kind in ("continuous", "interval", "ramp"):
+    for kind in ("continuous", "interval", "ramp", "unfreeze"):
         schedule = freeze_schedule(kind, 5, full_fraction=0.7, total_steps=1000)
         assert np.mean(schedule == 0) == pytest.approx(0.7, abs=0.01)
 
