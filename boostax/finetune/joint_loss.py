@@ -88,7 +88,6 @@ def joint_loss(
       Joint Fine-tuning", 2017, section 3.1.
 
     When not to use:
-      With an in-step ``microbatch``, which needs one leading size; take :func:`boostax.accumulate`.
       With THOR's true Fisher: there is no one predictive distribution.
     """
     share = _weights(weights)

@@ -281,7 +281,10 @@ class _Sums(NamedTuple):
 
 
 def _split(batch: Any, n: int) -> Any:
-    size = batch_size(batch)
+    # Sizes may differ where the loss gives its own weight; where it does not, weight_of refuses them.
+    sizes = [jnp.shape(leaf)[0] if jnp.ndim(leaf) else 0 for leaf in jax.tree.leaves(batch)]
+    differ = len(set(sizes)) > 1 and 0 not in sizes
+    size = max(sizes, key=lambda each: each % n) if differ else batch_size(batch)
     if size % n:
         raise ValueError(
             f"microbatch: the batch's leading size {size} can't be cut into n={n} equal parts; choose "
@@ -291,7 +294,7 @@ def _split(batch: Any, n: int) -> Any:
 
     # Contiguous parts would each lie on a few of the devices that share the batch.
     return jax.tree.map(
-        lambda leaf: jnp.asarray(leaf).reshape((size // n, n, *jnp.shape(leaf)[1:])), batch
+        lambda leaf: jnp.asarray(leaf).reshape((-1, n, *jnp.shape(leaf)[1:])), batch
     )
 
 

@@ -130,7 +130,13 @@ class OnMesh:
           ValueError: it is not allowed, or the loss gives no weight.
         """
         settings = self._settings
-        filled = filled_batch(batch, self.replicas, settings.example_weights, settings.microbatch)
+        filled = filled_batch(
+            batch,
+            self.replicas,
+            settings.example_weights,
+            settings.microbatch,
+            lambda: settings.has_aux and gives_weight(),
+        )
         if filled is not batch and not gives_weight():
             raise ValueError(
                 "example_weights: the batch was filled up with examples of weight 0, but loss_fn "

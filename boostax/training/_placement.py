@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -90,7 +91,13 @@ def place_batch(batch: Any, replicas: Replicas) -> Any:
     return jax.tree.map(put, batch, batch_specs(batch, replicas))
 
 
-def filled_batch(batch: Any, replicas: Replicas, weights: str | None, parts: int) -> Any:
+def filled_batch(
+    batch: Any,
+    replicas: Replicas,
+    weights: str | None,
+    parts: int,
+    sizes_may_differ: Callable[[], bool] = lambda: False,
+) -> Any:
     """Return the batch with a leading size that the devices can share.
 
     Args:
@@ -99,6 +106,8 @@ def filled_batch(batch: Any, replicas: Replicas, weights: str | None, parts: int
       weights: path of the leaf with the examples' weights, or None. With it, copies of the last
         example that weigh 0 fill the batch up.
       parts: how many micro-batches each device's part is cut into; what is filled up suits them.
+      sizes_may_differ: asked where the leading sizes differ. A loss that gives its own weight needs no
+        common size; without ``weights`` the devices must then share each.
 
     Raises:
       ValueError: the batch can't be split and there are no weights, or sizes differ.
@@ -108,15 +117,16 @@ def filled_batch(batch: Any, replicas: Replicas, weights: str | None, parts: int
     sizes = {
         path: np.shape(leaf)[0] for path, leaf in zip(paths, leaves, strict=True) if np.ndim(leaf)
     }
-    if len(set(sizes.values())) > 1:
+    differ = len(set(sizes.values())) > 1
+    if differ and (weights is not None or not sizes_may_differ()):
         raise ValueError(f"batch: the leading sizes differ: {sizes}")
-    if not sizes or next(iter(sizes.values())) == 0:
+    if not sizes or 0 in sizes.values():
         raise ValueError(
             "batch: there is nothing in it to split over the devices; give arrays with a leading "
             "axis, and drop empty batches"
         )
-    size = next(iter(sizes.values()))
     devices = _sharing(leaves, replicas)
+    size = max(sizes.values(), key=lambda each: each % devices)
     if weights is None:
         if size % devices:
             raise ValueError(
