@@ -89,8 +89,8 @@ class Bench:
         @jax.jit
         def run(params: Any, train: Any, test: Any) -> tuple[jax.Array, jax.Array]:
             _, stats = self.net.apply({"params": params}, train["x"], mutable=["batch_stats"])
-            given = {"train": False} if stats else {}
-            logits = self.net.apply({"params": params, **stats}, test["x"], **given)
+            given: Any = {"train": False} if stats else {}
+            logits: Any = self.net.apply({"params": params, **stats}, test["x"], **given)
             loss = optax.softmax_cross_entropy_with_integer_labels(logits, test["y"]).mean()
             return jnp.mean(logits.argmax(-1) == test["y"]), loss
 

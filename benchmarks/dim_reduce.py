@@ -79,9 +79,9 @@ def orthonormal(case: Case, k: int, dtype: str) -> Any:
     """Return a basis whose rows are those of a Hadamard matrix, repeated under random signs."""
     rows = np.ones((1, 1), np.float32)
     while len(rows) < k:
-        rows = np.block([[rows, rows], [rows, -rows]])
+        rows = np.vstack([np.hstack([rows, rows]), np.hstack([rows, -rows])])
     rng = np.random.default_rng(1)
-    signs = rng.choice(np.float32([-1, 1]), case.size) / np.float32(math.sqrt(case.size))
+    signs = rng.choice(np.array([-1, 1], np.float32), case.size) / np.float32(math.sqrt(case.size))
     array = np.tile(rows[:k], (1, case.size // len(rows)))
     array *= signs
     return boostax.TrajectoryBasis.from_array(array, case.params, dtype=dtype)

@@ -118,10 +118,9 @@ def trained(seed: int, rate: float) -> Run:
             state, _ = step(state, {"x": x[chosen], "y": y[chosen]})
             writer.step(state.params)
         snapshots = writer.snapshots
-    split = [
-        {"x": jnp.asarray(x[s]), "y": jnp.asarray(y[s])} for s in (slice(TRAIN), slice(TRAIN, None))
-    ]
-    return Run(*split, snapshots, state.params)
+    parts = (slice(TRAIN), slice(TRAIN, None))
+    first, rest = ({"x": jnp.asarray(x[part]), "y": jnp.asarray(y[part])} for part in parts)
+    return Run(first, rest, snapshots, state.params)
 
 
 def basis_of(
@@ -227,7 +226,7 @@ def main() -> None:
                 arm,
                 f"{percent(test.mean())} [{percent(test.min())}, {percent(test.max())}]",
                 "" if arm == BASE else points(test - np.array(kept[BASE]["test"])),
-                percent(np.mean(got["train"])),
+                percent(float(np.mean(got["train"]))),
                 f"{np.mean(got['loss']):.4f}",
                 f"{sum(got['failed']):.0f} of {seeds * steps}" if searched else "",
                 f"{np.mean(got['trials']):.1f}" if searched else "",
