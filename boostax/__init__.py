@@ -66,10 +66,13 @@ if TYPE_CHECKING:
     from boostax.updates.local_steps import LocalStepsState as LocalStepsState
     from boostax.updates.local_steps import local_params as local_params
     from boostax.updates.local_steps import local_steps as local_steps
+    from boostax.updates.optimizer import optimizer as optimizer
     from boostax.updates.parameter_groups import parameter_groups as parameter_groups
+    from boostax.updates.row_sparse import RowSparse as RowSparse
     from boostax.updates.scale_by_thor import ThorState as ThorState
     from boostax.updates.scale_by_thor import scale_by_thor as scale_by_thor
     from boostax.updates.thor import thor as thor
+    from boostax.updates.torch_state import from_torch_state as from_torch_state
     from boostax.updates.trajectory_basis import trajectory_basis as trajectory_basis
 
 # Name -> module. Front door, model seam, gradient seam, update seam, training, fine-tuning, errors.
@@ -112,6 +115,9 @@ _HOME = {
     "TrajectoryBasis": "updates.basis",
     "dim_reduce": "updates.dim_reduce",
     "DimReduceState": "updates.dim_reduce",
+    "optimizer": "updates.optimizer",
+    "RowSparse": "updates.row_sparse",
+    "from_torch_state": "updates.torch_state",
     "LossAux": "training.contract",
     "Categorical": "training.predictive",
     "Gaussian": "training.predictive",

@@ -9,7 +9,6 @@ import jax
 import optax
 
 from boostax import _info
-from boostax._config_named import Named, plain
 from boostax.errors import ConfigError
 from boostax.updates.accumulate import accumulate
 from boostax.updates.centralize import centralize
@@ -39,8 +38,7 @@ def base_optimizer(config: BoostConfig, tx: Any) -> optax.GradientTransformation
         )
     if tx is None:
         assert named is not None
-        settings = {key: _shown(value) for key, value in named.arguments if value is not None}
-        return _named(named.build(), named.name, settings)
+        return named.build()
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         hint = "; params come second: optimizer(tx, params)" if jax.tree.leaves(tx) else ""
         raise TypeError(
@@ -153,14 +151,3 @@ def _named(tx: Any, name: str, settings: dict[str, Any]) -> optax.GradientTransf
 
     wrapped = optax.GradientTransformationExtraArgs(tx.init, update)
     return _info.with_info(wrapped, _info.TransformInfo(name, settings))
-
-
-def _shown(value: Any) -> Any:
-    """Return an argument as the description and the learning-rate metric want it."""
-    if isinstance(value, Named):
-        return value.build() if value.kind == "schedule" else str(plain(value))
-    return (
-        value
-        if isinstance(value, (bool, int, float, str)) or callable(value)
-        else str(plain(value))
-    )

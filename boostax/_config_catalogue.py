@@ -20,6 +20,8 @@ def catalogue(kind: str) -> dict[str, Callable[..., Any]]:
     import optax
     import optax.contrib
 
+    from boostax.updates.named import OPTIMIZERS
+
     found: dict[str, Callable[..., Any]] = {}
     if kind == "schedule":
         for name in dir(optax.schedules):
@@ -46,6 +48,11 @@ def catalogue(kind: str) -> dict[str, Callable[..., Any]]:
                 )
             if takes:
                 found[name] = function
+    # Ours go by the plain name; optax's function of that name stays within reach.
+    for name, function in OPTIMIZERS.items():
+        if name in found:
+            found[f"optax.{name}"] = found[name]
+        found[name] = function
     return dict(sorted(found.items()))
 
 

@@ -1,7 +1,7 @@
 """Optimizers and schedules by name: ``{"name": "adamw", "learning_rate": 1e-3}``.
 
-Only functions of optax and optax.contrib can be named, and only with arguments that their
-signatures have; nothing else is ever looked up, imported or called.
+Only functions of optax and optax.contrib and boostax's own optimizers can be named, and only with
+arguments that their signatures have; nothing else is ever looked up, imported or called.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from boostax._config_catalogue import accepts, catalogue, limits
-from boostax._config_types import INT32, Pairs
+from boostax._config_types import INT32, Pairs, PathMask
 from boostax.errors import did_you_mean
+from boostax.updates._optimizer_names import argument_problem, whose
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,11 +32,11 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True)
 class Named:
-    """A function of optax by name with its arguments; equal and hashable by value.
+    """A function of optax or boostax by name with its arguments; equal and hashable by value.
 
     Attributes:
       kind: ``"optimizer"``, ``"schedule"`` or ``"transformation"``.
-      name: the function's name in optax or optax.contrib.
+      name: the function's name in the catalogue.
       arguments: sorted pairs of argument name and value; values may be ``Named`` themselves.
     """
 
@@ -45,9 +46,16 @@ class Named:
 
     def build(self) -> Any:
         """Return the optax object, its own nested names built first."""
-        return catalogue(self.kind)[self.name](
-            **{key: _build_value(key, value) for key, value in self.arguments}
-        )
+        arguments = {key: _build_value(key, value) for key, value in self.arguments}
+        if self.kind != "optimizer":
+            return catalogue(self.kind)[self.name](**arguments)
+        from boostax.updates.optimizer import optimizer
+
+        return optimizer(self.name, **arguments)
+
+    def with_built_arguments(self) -> dict[str, Any]:
+        """Return name and arguments, the arguments built."""
+        return {"name": self.name} | {k: _build_value(k, v) for k, v in self.arguments}
 
     def get(self, argument: str) -> Any:
         """Return an argument as it was given, or None."""
@@ -122,6 +130,8 @@ def parse(raw: Any, path: str, kind: str) -> tuple[Named | None, list[Fault]]:
       path: its JSON path, for the faults.
       kind: ``"optimizer"``, ``"schedule"`` or ``"transformation"``.
     """
+    from boostax._config_groups import OF_GROUPS, parse_of_groups
+
     known = catalogue(kind)
     if not isinstance(raw, Mapping):
         return None, [Fault(path, f"got {show(raw)}; allowed: an object with a name and arguments")]
@@ -140,16 +150,10 @@ def parse(raw: Any, path: str, kind: str) -> tuple[Named | None, list[Fault]]:
         if key == "name":
             continue
         here = f"{path}.{key}"
-        if key not in takes:
-            faults.append(
-                Fault(
-                    here,
-                    f"{name} has no argument {key!r}.{did_you_mean(str(key), takes)} "
-                    f"Its arguments: {', '.join(takes)}",
-                )
-            )
-            continue
-        arguments[key], found = _parse_value(value, here, takes[key], limits(kind, name, key))
+        if kind == "optimizer" and key in OF_GROUPS:
+            arguments[key], found = parse_of_groups(str(key), value, here, raw)
+        else:
+            arguments[key], found = parse_argument(kind, name, key, value, here)
         faults += found
     parameters = inspect.signature(known[name]).parameters
     for key, parameter in parameters.items():
@@ -161,8 +165,17 @@ def parse(raw: Any, path: str, kind: str) -> tuple[Named | None, list[Fault]]:
     try:
         named.build()
     except Exception as error:  # optax's own checks raise whatever they like
-        return None, [Fault(path, f"optax.{name} refuses these arguments: {error}")]
+        called = f"optax.{name}" if kind == "schedule" else whose(name)
+        return None, [Fault(path, f"{called} refuses these arguments: {error}")]
     return named, []
+
+
+def parse_argument(kind: str, name: str, key: Any, value: Any, path: str) -> Any:
+    """Read one argument of a function by name; return its value and the faults."""
+    takes = accepts(kind, name)
+    if key not in takes:
+        return None, [Fault(path, argument_problem(name, str(key), takes))]
+    return _parse_value(value, path, takes[key], limits(kind, name, key))
 
 
 def _allowed(words: frozenset[str]) -> str:
@@ -285,27 +298,13 @@ def _parse_list(value: Sequence[Any], path: str, words: frozenset[str], bad: lis
     return value, bad
 
 
-@dataclasses.dataclass(frozen=True)
-class PathMask:
-    """A mask given by path patterns: true for the leaves that one of them fits."""
-
-    patterns: tuple[str, ...]
-
-    def __call__(self, params: Any) -> Any:
-        import jax
-
-        from boostax._tree import check_matched, leaf_paths, matches
-
-        paths = leaf_paths(params)
-        for pattern in self.patterns:
-            check_matched("mask", pattern, paths)
-        fits = [any(matches(pattern, path) for pattern in self.patterns) for path in paths]
-        return jax.tree.unflatten(jax.tree.structure(params), fits)
+_OF_A_GROUP = "groups[].optimizer"
 
 
 def _build_value(argument: str, value: Any) -> Any:
     if isinstance(value, Named):
-        return value.build()
+        # That of a group is built with the group's settings.
+        return value.with_built_arguments() if argument == _OF_A_GROUP else value.build()
     if isinstance(value, Pairs):
         return {key: _build_value(argument, entry) for key, entry in value.pairs}
     if isinstance(value, tuple) and value and all(isinstance(v, Named) for v in value):
@@ -316,6 +315,11 @@ def _build_value(argument: str, value: Any) -> Any:
 
         return optax.chain(*built)
     if isinstance(value, tuple) and value and all(isinstance(v, Pairs) for v in value):
+        if argument == "groups":
+            return [
+                {k: _build_value(_OF_A_GROUP if k == "optimizer" else k, v) for k, v in group.pairs}
+                for group in value
+            ]
         return [dict(v.pairs) for v in value]
     return value
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from boostax._config_catalogue import accepts, catalogue, limits
+from boostax._config_groups import group_schema
 from boostax._config_sections import NULLABLE, SECTIONS
 
 __all__ = ["json_schema"]
@@ -70,7 +71,8 @@ def json_schema() -> dict[str, Any]:
     }
     schema["properties"]["optimizer"] = {
         "$ref": "#/$defs/optimizer",
-        "description": "The base optimizer: any of optax or optax.contrib by name, with its arguments.",
+        "description": "The base optimizer by name, with its arguments: boostax's own, or any of optax "
+        "or optax.contrib.",
     }
     for key in ("damping", "learning_rate"):
         field = definitions["Thor"]["properties"][key]
@@ -113,7 +115,11 @@ def _by_name(kind: str) -> dict[str, Any]:
             key: _takes(words, limits(kind, name, key))
             for key, words in accepts(kind, name).items()
         }
-        then = {"properties": {"name": True, **arguments}, "additionalProperties": False}
+        beside = group_schema(arguments) if kind == "optimizer" else {}
+        then = {
+            "properties": {"name": True, **arguments, **beside},
+            "additionalProperties": False,
+        }
         rules.append(
             {
                 "if": {"required": ["name"], "properties": {"name": {"const": name}}},

@@ -26,6 +26,7 @@ __all__ = [
     "OptionalPath",
     "OptionalPositive",
     "Pairs",
+    "PathMask",
     "Pattern",
     "Positive",
     "Section",
@@ -89,6 +90,24 @@ def one_of(*names: str) -> Allowed:
 
 Stats = Annotated[Literal["per_window", "per_micro"], one_of("per_window", "per_micro")]
 FreezeType = Annotated[int, Field(ge=0, le=1), Allowed("0 (continuous) or 1 (interval)")]
+
+
+@dataclasses.dataclass(frozen=True)
+class PathMask:
+    """A mask given by path patterns: true for the leaves that one of them fits."""
+
+    patterns: tuple[str, ...]
+
+    def __call__(self, params: Any) -> Any:
+        import jax
+
+        from boostax._tree import check_matched, leaf_paths, matches
+
+        paths = leaf_paths(params)
+        for pattern in self.patterns:
+            check_matched("mask", pattern, paths)
+        fits = [any(matches(pattern, path) for pattern in self.patterns) for path in paths]
+        return jax.tree.unflatten(jax.tree.structure(params), fits)
 
 
 class Section(pydantic.BaseModel):

@@ -55,6 +55,8 @@ NORMALISES = frozenset(
         "scale_by_ademamix",
     }
     | {"normalize_by_update_norm", "scale_by_distance_over_gradients", "prodigy", "dadapt_adamw"}
+    # boostax's own.
+    | {"adagrad", "adadelta", "rmsprop", "adam", "adam_weight_decay", "lars"}
 )
 
 EXCLUSIONS: tuple[Exclusion, ...] = (

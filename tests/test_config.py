@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 
+import jax
 import jax.numpy as jnp
 import jsonschema
 import numpy as np
@@ -19,8 +20,10 @@ from boostax._config_catalogue import catalogue, limits
 from boostax._config_named import _outside
 from boostax._config_schema import json_schema
 from boostax._config_sections import NULLABLE, SECTIONS
+from boostax._info import info_of
 from boostax.config import BoostConfig, load_config
 from boostax.errors import ConfigError
+from boostax.updates.named import OPTIMIZERS
 from tests.mindspore_config import DEFAULTS, WHOLE
 
 
@@ -658,6 +661,78 @@ def test_only_optimizers_can_be_named(name):
     refused({"optimizer": {"name": name, "learning_rate": 0.1}}, "optimizer.name: got")
 
 
+def test_names_of_boostax_and_of_optax():
+    functions = catalogue("optimizer")
+    for name in OPTIMIZERS:
+        assert functions[name] is catalogue("transformation")[name] is OPTIMIZERS[name]
+        assert functions.get(f"optax.{name}") is getattr(optax, name, None)
+    theirs = {"learning_rate": 0.1, "convention": "mindspore"}
+    config = load_config({"optimizer": {"name": "rmsprop", **theirs}})
+    assert dict(info_of(config.optimizer.build()).settings)["decay"] == 0.9
+    refused({"optimizer": {"name": "adam", **theirs, "convention": "torhc"}}, "mean 'torch'?")
+    refused({"optimizer": {"name": "adam", "lr": 0.1}}, "lr is learning_rate", "rate: missing")
+    refused({"optimizer": {"name": "adagrad", "learning_rate": 1, "eps": -1}}, "of at least 0")
+
+
+GROUPED = {
+    "name": "sgd",
+    "learning_rate": 1.0,
+    "weight_decay": 0.5,
+    "decay_bias_and_norm": False,
+    "groups": [
+        {"params": "head/*", "learning_rate": {"name": "constant_schedule", "value": 0.1}},
+        {"params": ["body/bias", "norm/*"], "optimizer": {"name": "lion"}, "centralize": False},
+    ],
+}
+
+
+def test_groups_of_an_optimizer():
+    config = load_config({"optimizer": GROUPED})
+    assert load_config(json.loads(json.dumps(config.to_dict()))) == config
+    assert hash(config)
+    assert config.to_dict()["optimizer"]["groups"][0]["params"] == ["head/*"]
+    params = {
+        "body": {"kernel": jnp.ones(1), "bias": jnp.ones(1)},
+        "head": {"kernel": jnp.ones(1), "bias": jnp.ones(1)},
+        "norm": {"scale": jnp.ones(1)},
+    }
+    tx = config.optimizer.build()
+    updates, _ = tx.update(jax.tree.map(lambda p: 2 * p, params), tx.init(params), params)
+    expected = {
+        "body": {"kernel": [-2.5], "bias": [-1.0]},  # Lion moves by the rate, which it takes over
+        "head": {"kernel": [-0.25], "bias": [-0.2]},
+        "norm": {"scale": [-1.0]},
+    }
+    jax.tree.map(
+        lambda got, want: np.testing.assert_allclose(got, want, 1e-6),
+        updates,
+        jax.tree.map(np.array, expected, is_leaf=lambda x: isinstance(x, list)),
+    )
+    base = load_config({"optimizer": {**GROUPED, "groups": [{"params": "hed/*"}]}}).optimizer
+    with pytest.raises(ValueError, match=r"group 0: .*'hed/\*' matches no leaf.*body/bias"):
+        base.build().init(params)
+
+
+@pytest.mark.parametrize(
+    ("group", "part"),
+    [
+        ({"parms": "a"}, "groups[0].params: missing; allowed: a path pattern"),
+        ({"params": []}, "groups[0].params: got () (a list)"),
+        ({"params": [1]}, "groups[0].params: got (1,) (a list)"),
+        ({"params": "a", "centralize": 1}, "groups[0].centralize: got 1 (a number)"),
+        ({"params": "a", "lr": 0.1}, "groups[0].lr: sgd has no argument 'lr'. PyTorch's lr is"),
+        ({"params": "a", "learning_rate": "1"}, 'groups[0].learning_rate: got "1" (text)'),
+        ({"params": "a", "optimizer": "lionn"}, "Did you mean 'lion'?"),
+        ({"params": "a", "optimizer": "lion", "momentum": 0.1}, "momentum: the group has an"),
+        ({"params": "a", "optimizer": {"name": "sgd", "groups": []}}, "a group has no groups"),
+        ("a", 'groups[0]: got "a" (text)'),
+    ],
+    ids=str,
+)
+def test_faults_of_groups(group, part):
+    refused({"optimizer": {**GROUPED, "groups": [group]}}, part)
+
+
 def test_objects_of_optax_are_taken_where_they_make_sense():
     base = optax.sgd(0.1)
     named = load_config(
@@ -668,7 +743,9 @@ def test_objects_of_optax_are_taken_where_they_make_sense():
     sgd = {"name": "sgd", "learning_rate": 0.1}
     refused({"optimizer": {**sgd, "momentum": lambda step: 0.9}}, "optimizer.momentum: got")
     refused({"optimizer": {**sgd, "momentum": base}}, "optimizer.momentum: got")
-    dtypes = load_config({"optimizer": {**sgd, "accumulator_dtype": jnp.bfloat16}}).optimizer
+    half = {**sgd, "accumulator_dtype": jnp.bfloat16}
+    refused({"optimizer": half}, "accumulator_dtype: sgd has no argument", "it: 'optax.sgd'")
+    dtypes = load_config({"optimizer": {**half, "name": "optax.sgd"}}).optimizer
     assert dtypes.build().init(jnp.ones(2)) is not None
 
 
@@ -1016,6 +1093,9 @@ def test_a_dtype_is_kept_by_name():
 
 def test_the_schema_knows_ranges_masks_and_missing_names():
     validator = jsonschema.Draft202012Validator(json_schema())
+    assert validator.is_valid({"optimizer": GROUPED})
+    for group in ({"parms": "a"}, {"params": []}, {"params": "a", "lr": 0.1}, "a"):
+        assert not validator.is_valid({"optimizer": {**GROUPED, "groups": [group]}})
     mask = {"a": {"kernel": True, "bias": False}}
     assert validator.is_valid({"optimizer": {**ADAMW, "mask": mask, "b1": 0.9, "eps": 0}})
     steps = {"name": "piecewise_constant_schedule", "init_value": 1.0}

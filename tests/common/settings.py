@@ -111,6 +111,47 @@ def _windows_that_freeze():
     return boostax.accumulate(frozen, 2, nonfinite="skip_window")
 
 
+def _one_a_leaf(learning_rate):
+    """Every named optimizer, each on a leaf of its own; epsilons that float16 does not make noise of."""
+    groups = [
+        {"params": "layers_0/bias", "optimizer": {"name": "adagrad", **_START, "lr_decay": 0.1}},
+        {"params": "layers_1/kernel", "optimizer": {"name": "adam", **_SLOW, "amsgrad": True}},
+        {"params": "layers_1/bias", "optimizer": {"name": "adadelta", "weight_decay": 0.01}},
+        {"params": "layers_2/kernel", "optimizer": {"name": "lars", "trust_coefficient": 0.1}},
+        {
+            "params": "layers_2/bias",
+            "optimizer": {"name": "rmsprop", "eps": 0.1, "centered": True, "momentum": 0.5},
+        },
+    ]
+    return boostax.optimizer(
+        "sgd", learning_rate=learning_rate, momentum=0.9, dampening=0.5, groups=groups
+    )
+
+
+_START = {"initial_accumulator_value": 0.1}
+_SLOW = {"b2": 0.9, "eps": 1e-2}
+
+
+def _one_a_leaf_of_mindspore(learning_rate):
+    """The same in MindSpore's convention, within windows of two and freezing."""
+    theirs = {"convention": "mindspore"}
+    groups = [
+        {"params": "layers_0/kernel", "optimizer": {"name": "adam_weight_decay", **_SLOW}},
+        {"params": "layers_0/bias", "optimizer": {"name": "adagrad", **theirs}},
+        {"params": "layers_1/kernel", "optimizer": {"name": "lars", "trust_coefficient": 0.1}},
+        {"params": "layers_1/bias", "optimizer": {"name": "rmsprop", **theirs}},
+        {"params": "layers_2/bias", "optimizer": {"name": "adam", **_SLOW, **theirs}},
+    ]
+    inner = boostax.optimizer(
+        "momentum",
+        learning_rate=learning_rate,
+        weight_decay=0.01,
+        decay_bias_and_norm=False,
+        groups=groups,
+    )
+    return boostax.accumulate(boostax.freeze(inner, programs.freezing((0, 2, 1))), 2)
+
+
 def _everything(learning_rate):
     inner = optax.chain(boostax.centralize(), optax.adam(learning_rate, eps=1e-3))
     return boostax.accumulate(boostax.freeze(inner, programs.freezing((0, 2, 1))), 2)
@@ -220,6 +261,20 @@ ROWS: tuple[Row, ...] = (
         seam="update",
         cycle=6,
         transform=_everything,
+    ),
+    Row(
+        name="optimizer_groups",
+        covers=("optimizer",),
+        seam="update",
+        cycle=2,
+        transform=_one_a_leaf,
+    ),
+    Row(
+        name="optimizer_groups_accumulate_freeze",
+        covers=("optimizer", "accumulate", "freeze"),
+        seam="update",
+        cycle=6,
+        transform=_one_a_leaf_of_mindspore,
     ),
     Row(
         name="microbatch",
@@ -407,6 +462,8 @@ NOT_TECHNIQUES: dict[str, str] = {
     "enlarge_neighbours": "counts for nearest_source_subset; changes nothing in a step",
     "joint_loss": "makes one loss of two, which any technique then trains",
     "joint_batches": "brings two loaders together; changes nothing in a step",
+    "RowSparse": "a form that a gradient may have",
+    "from_torch_state": "reads a state from elsewhere into that of optimizer",
     "ConfigError": "an error of the config loader",
     "MissingExtraError": "an error about a missing package",
     "StateMismatchError": "an error about a restored state",

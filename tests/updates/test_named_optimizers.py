@@ -10,16 +10,17 @@ import numpy as np
 import optax
 import pytest
 
-from boostax._info import info_of
-from boostax.updates.named import OPTIMIZERS, adagrad, adam, lars, rmsprop, sgd
+from boostax.updates.named import OPTIMIZERS, lars, sgd
 
 TORCH = {
     "lr": "learning_rate",
     "alpha": "decay",
     **{
         key: key
-        for key in ("momentum", "dampening", "nesterov", "weight_decay", "lr_decay", "rho")
-        + ("initial_accumulator_value", "eps", "centered", "amsgrad")
+        for key in (
+            *("momentum", "dampening", "nesterov", "weight_decay", "lr_decay", "rho"),
+            *("initial_accumulator_value", "eps", "centered", "amsgrad"),
+        )
     },
 }
 CLASSES = ("SGD", "Adagrad", "Adadelta", "RMSprop", "Adam")

@@ -25,6 +25,7 @@ __all__ = [
     "finished",
     "in_float32",
     "is_zero",
+    "next_count",
     "wide_dtype",
 ]
 
@@ -44,6 +45,11 @@ def check_convention(caller: str, convention: Any) -> str:
 def check_eps(caller: str, eps: Any) -> Any:
     """Return an epsilon; it must be above 0, because entries that never had a gradient are 0 / eps."""
     return check_number(caller, "eps", eps, 0.0, open_=True)
+
+
+def next_count(count: Any) -> Any:
+    """Return an update count and one more, without running over."""
+    return optax.safe_increment(count)
 
 
 def is_zero(value: Any) -> bool:

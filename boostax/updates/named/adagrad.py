@@ -87,13 +87,13 @@ def adagrad(
     theirs = parts.check_convention(name, convention) == "mindspore"
     if initial_accumulator_value is None:
         initial_accumulator_value = 0.1 if theirs else 0.0
-    eps = (0.0 if theirs else 1e-10) if eps is None else eps
     learning_rate = parts.check_rate(name, "learning_rate", learning_rate)
     lr_decay = parts.check_number(name, "lr_decay", lr_decay, 0.0)
     start = parts.check_number(name, "initial_accumulator_value", initial_accumulator_value, 0.0)
-    eps = parts.check_number(name, "eps", eps, 0.0)
+    aside = (0.0 if theirs else 1e-10) if eps is None else eps
+    aside = parts.check_number(name, "eps", aside, 0.0)
     added = parts.decay(name, weight_decay, mask)
-    guarded = not isinstance(eps, float) or eps == 0
+    guarded = not isinstance(aside, float) or aside == 0
 
     def init(params: Any) -> AdagradState:
         sums = jax.tree.map(lambda p: jnp.full_like(p, start, dtype=parts.wide_dtype(p)), params)
@@ -121,14 +121,14 @@ def adagrad(
         return RowSparse(rows.indices, step, rows.shape), sums
 
     def _step(grad: Any, new: Any, rate: Any) -> Any:
-        root = jnp.sqrt(new) + eps
+        root = jnp.sqrt(new) + aside
         if not guarded:
             return -rate * (grad / root)
         moves = root > 0
         return -rate * jnp.where(moves, grad / jnp.where(moves, root, 1.0), 0.0)
 
     def update(
-        updates: Any, state: AdagradState, params: Any = None, **extra_args: Any
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, AdagradState]:
         del extra_args
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
@@ -149,14 +149,14 @@ def adagrad(
             for (step, _), grad in zip(pairs, given, strict=True)
         ]
         new = treedef.unflatten([new for _, new in pairs])
-        state = AdagradState(optax.safe_increment(state.count), new)
+        state = AdagradState(parts.next_count(state.count), new)
         return treedef.unflatten(out), state
 
     shown = {
         "learning_rate": learning_rate,
         "lr_decay": lr_decay,
         "initial_accumulator_value": start,
-        "eps": eps,
+        "eps": aside,
         "weight_decay": weight_decay,
     }
     return with_info(

@@ -210,11 +210,11 @@ def _scale_by_moments(
         b = b if correction == "early" else jnp.asarray(b, old.dtype)
         return (1 - b) * grad**order + b * old
 
-    def update(updates: Any, state: MomentsState, params: Any = None) -> tuple[Any, MomentsState]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, MomentsState]:
         del params
         mu = jax.tree.map(lambda g, m: moment(g, m, b1, 1), updates, state.mu)
         nu = jax.tree.map(lambda g, v: moment(g, v, b2, 2), updates, state.nu)
-        count = optax.safe_increment(state.count)
+        count = parts.next_count(state.count)
         nu_max = jax.tree.map(jnp.maximum, state.nu_max, nu) if amsgrad else ()
         first, second = (_gathered(b, count, correction == "early") for b in (b1, b2))
 

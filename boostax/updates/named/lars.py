@@ -91,7 +91,7 @@ def lars(
     if nesterov and parts.is_zero(momentum):
         raise ValueError(f"{name}: nesterov=True needs a momentum above 0, got {momentum}")
     scaled = _scale_by_layer(learning_rate, trust, weight_decay, eps, clip)
-    chain = [optax.masked(scaled, no_bias_or_norm if mask is None else mask)]
+    chain: list[Any] = [optax.masked(scaled, no_bias_or_norm if mask is None else mask)]
     if not parts.is_zero(momentum):
         chain.append(optax.trace(momentum, nesterov))
     shown = {
@@ -113,10 +113,10 @@ def _scale_by_layer(
         del params
         return LarsState(jnp.zeros((), jnp.int32))
 
-    def update(updates: Any, state: LarsState, params: Any = None) -> tuple[Any, LarsState]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, LarsState]:
         if params is None:
             raise ValueError("lars: the norms of the parameters are needed; pass params to update")
-        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
+        rate: Any = learning_rate(state.count) if callable(learning_rate) else learning_rate
 
         def one(grad: Any, param: Any) -> Any:
             size, slope = jnp.linalg.norm(param.ravel()), jnp.linalg.norm(grad.ravel())
@@ -131,6 +131,6 @@ def _scale_by_layer(
             return ratio.astype(grad.dtype) * decayed
 
         out = jax.tree.map(one, updates, params)
-        return out, LarsState(optax.safe_increment(state.count))
+        return out, LarsState(parts.next_count(state.count))
 
     return optax.GradientTransformation(init, update)

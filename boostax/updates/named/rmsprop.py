@@ -86,18 +86,17 @@ def rmsprop(
     """
     name = "rmsprop"
     theirs = parts.check_convention(name, convention) == "mindspore"
-    decay = (0.9 if theirs else 0.99) if decay is None else decay
-    eps = (1e-10 if theirs else 1e-8) if eps is None else eps
     learning_rate = parts.check_rate(name, "learning_rate", learning_rate)
-    decay = parts.check_number(name, "decay", decay, 0.0, high=1.0)
-    eps = parts.check_eps(name, eps)
+    kept = (0.9 if theirs else 0.99) if decay is None else decay
+    kept = parts.check_number(name, "decay", kept, 0.0, high=1.0)
+    added = parts.check_eps(name, (1e-10 if theirs else 1e-8) if eps is None else eps)
     centered = parts.check_bool(name, "centered", centered)
     momentum = parts.check_number(name, "momentum", momentum, 0.0, high=1.0)
     start = 1.0 if theirs else 0.0
     if centered:
-        scaled = _scale_by_centred(decay, eps, start, eps_in_sqrt=theirs)
+        scaled = _scale_by_centred(kept, added, start, eps_in_sqrt=theirs)
     else:
-        scaled = optax.scale_by_rms(decay, eps, start, eps_in_sqrt=theirs)
+        scaled = optax.scale_by_rms(kept, added, start, eps_in_sqrt=theirs)
     chain = [*parts.decay(name, weight_decay, mask), scaled]
     last = [optax.scale_by_learning_rate(learning_rate)]
     if not parts.is_zero(momentum):
@@ -105,8 +104,8 @@ def rmsprop(
         last.insert(len(last) if theirs else 0, optax.trace(momentum))
     shown = {
         "learning_rate": learning_rate,
-        "decay": decay,
-        "eps": eps,
+        "decay": kept,
+        "eps": added,
         "centered": centered,
         "momentum": momentum,
         "weight_decay": weight_decay,
@@ -130,7 +129,7 @@ def _scale_by_centred(
             return grad * jax.lax.rsqrt(variance + eps)
         return grad / (jnp.sqrt(variance) + eps)
 
-    def update(updates: Any, state: CentredState, params: Any = None) -> tuple[Any, CentredState]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, CentredState]:
         del params
         mu = optax.tree.update_moment(updates, state.mu, decay, 1)
         nu = optax.tree.update_moment(updates, state.nu, decay, 2)
