@@ -466,12 +466,10 @@ def test_generate_group_params():
         output = batch["x"] @ params["weight"] + batch["x"] @ params["weight2"]
         return jnp.mean((output - batch["label"]) ** 2)
 
-    # Groups with settings of their own are optax's: here only the first one is trained.
+    # Groups with settings of their own: here only the first one is trained.
     _, batch = example()
-    labels = {"weight": "given", "weight2": "others"}
-    tx = optax.multi_transform(
-        {"given": optax.sgd(0.1, 0.9), "others": optax.set_to_zero()}, labels
-    )
+    others = {"params": "weight2", "learning_rate": 0.0}
+    tx = boostax.optimizer("sgd", learning_rate=0.1, momentum=0.9, groups=[others])
     step = boostax.train_step(loss_fn, tx)
     state, metrics = step(step.init(params), batch)
     np.testing.assert_allclose(metrics["loss"], 32.0**2, rtol=1e-6)
@@ -536,8 +534,8 @@ def nesterov(g, s, t):
 
 
 def adagrad(g, s, t):
-    s["sum"] = s.get("sum", 0.1) + g * g
-    return -0.1 * g / np.sqrt(s["sum"] + 1e-7)
+    s["sum"] = s.get("sum", 0) + g * g
+    return -0.1 / (1 + 0.5 * (t - 1)) * g / (np.sqrt(s["sum"]) + 1e-10)
 
 
 def adadelta(g, s, t):
@@ -548,8 +546,11 @@ def adadelta(g, s, t):
 
 
 def rmsprop(g, s, t):
-    s["square"] = 0.9 * s.get("square", 0) + 0.1 * g * g
-    return -0.1 * g / np.sqrt(s["square"] + 1e-8)
+    s["square"] = 0.99 * s.get("square", 0) + 0.01 * g * g
+    s["mean"] = 0.99 * s.get("mean", 0) + 0.01 * g
+    step = g / (np.sqrt(s["square"] - s["mean"] ** 2) + 1e-8)
+    s["v"] = 0.5 * s.get("v", 0) + step
+    return -0.1 * s["v"]
 
 
 def adam(g, s, t):
@@ -564,9 +565,9 @@ def adam(g, s, t):
         (sgd, {"name": "sgd", "learning_rate": 0.1}),
         (momentum, {"name": "sgd", "learning_rate": 0.1, "momentum": 0.9}),
         (nesterov, {"name": "sgd", "learning_rate": 0.1, "momentum": 0.9, "nesterov": True}),
-        (adagrad, {"name": "adagrad", "learning_rate": 0.1}),
+        (adagrad, {"name": "adagrad", "learning_rate": 0.1, "lr_decay": 0.5}),
         (adadelta, {"name": "adadelta", "learning_rate": 1.0}),
-        (rmsprop, {"name": "rmsprop", "learning_rate": 0.1}),
+        (rmsprop, {"name": "rmsprop", "learning_rate": 0.1, "centered": True, "momentum": 0.5}),
         (adam, {"name": "adam", "learning_rate": 0.1}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

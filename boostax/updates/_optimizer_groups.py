@@ -181,9 +181,11 @@ def _checked(caller: str, read: Sequence[Group], base: Any, label_of: Callable[[
 
     def init(params: Any) -> Any:
         paths = leaf_paths(params)
+        # What an outer mask has taken away, a pattern may have been meant for.
+        hidden = any(map(_is_masked, jax.tree.leaves(params, is_leaf=_is_masked)))
         member: dict[str, str] = {}
         for group in read:
-            for pattern in group.patterns:
+            for pattern in () if hidden else group.patterns:
                 check_matched(f"{caller}: {group.label}", pattern, paths)
             inside = [p for p in paths if any(matches(pattern, p) for pattern in group.patterns)]
             twice = next((path for path in inside if path in member), None)
@@ -196,6 +198,10 @@ def _checked(caller: str, read: Sequence[Group], base: Any, label_of: Callable[[
         return inner.init(params)
 
     return optax.GradientTransformationExtraArgs(init, inner.update) if read else base
+
+
+def _is_masked(value: Any) -> bool:
+    return isinstance(value, optax.MaskedNode)
 
 
 def _centralized_where(wanted: Callable[[str], bool]) -> Any:

@@ -76,8 +76,8 @@ def from_torch_state(
       >>> params = {"kernel": jnp.zeros((1, 2))}
       >>> tx, opt_state = from_torch_state(there, params, order=["kernel"])
       >>> step, _ = tx.update({"kernel": jnp.ones((1, 2))}, opt_state, params)
-      >>> np.round(step["kernel"], 3).tolist()  # -0.1 * (0.5 * [1, 2] + 1)
-      [[-0.15, -0.2]]
+      >>> (-100 * step["kernel"]).round().tolist()  # 100 * 0.1 * (0.5 * [1, 2] + 1)
+      [[15.0, 20.0]]
 
     Source:
       PyTorch's ``torch.optim``.

@@ -93,7 +93,8 @@ def adagrad(
     aside = (0.0 if theirs else 1e-10) if eps is None else eps
     aside = parts.check_number(name, "eps", aside, 0.0)
     added = parts.decay(name, weight_decay, mask)
-    guarded = not isinstance(aside, float) or aside == 0
+    # Sums never fall, so that one of both keeps the root above 0.
+    guarded = not any(isinstance(value, float) and value > 0 for value in (aside, start))
 
     def init(params: Any) -> AdagradState:
         sums = jax.tree.map(lambda p: jnp.full_like(p, start, dtype=parts.wide_dtype(p)), params)

@@ -119,7 +119,7 @@ def _scale_by_layer(
         rate: Any = learning_rate(state.count) if callable(learning_rate) else learning_rate
 
         def one(grad: Any, param: Any) -> Any:
-            size, slope = jnp.linalg.norm(param.ravel()), jnp.linalg.norm(grad.ravel())
+            size, slope = (jnp.sqrt(jnp.sum(leaf * leaf)) for leaf in (param, grad))
             sound = (size > 0) & (slope > 0)
             below = jnp.where(sound, slope + weight_decay * size + eps, 1.0)
             ratio = jnp.where(sound, trust * size / below, 1.0)
