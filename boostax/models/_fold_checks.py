@@ -19,7 +19,7 @@ _CASTS = {"convert_element_type", "name", "copy", "optimization_barrier", "reduc
 def foldable(graph: LayerGraph) -> tuple[dict[str, str], dict[str, str]]:
     """Return by path: the layer that a batch norm can be folded into, and why others stay."""
     into: dict[str, str] = {}
-    left = {path: "inside a loop that can't be followed" for path in graph.opaque}
+    left = dict.fromkeys(graph.opaque, "inside a loop that can't be followed")
     calls: dict[str, list[int]] = {}
     for node in graph.layers():
         calls.setdefault(_call(graph, node).path, []).append(node)
@@ -108,7 +108,5 @@ def out_axis(layer: Any) -> int:
 
 def kernel_rank(layer: Any) -> int:
     """Return the number of axes of a layer's kernel, those of a stack of layers aside."""
-    if isinstance(layer, nn.Dense | nnx.Linear):
-        return 2
-    size = layer.kernel_size
+    size = getattr(layer, "kernel_size", ())
     return 2 + (1 if isinstance(size, int) else len(size))

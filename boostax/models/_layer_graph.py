@@ -11,19 +11,11 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import flax.linen as nn
-import jax
-from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
-
 from boostax import _compat
-from boostax.models._calls import init_call, split_arrays, watched
-from boostax.models._kinds import REPARAMETRIZED, kind_of
-from boostax.models._surgery_nnx import named_modules
+from boostax.models._layer_marks import IN, OUT, LayerCall, marked_jaxpr
 
-__all__ = ["LayerCall", "LayerGraph", "Node", "layer_graph"]
+__all__ = ["TRANSPARENT", "LayerCall", "LayerGraph", "Node", "layer_graph"]
 
-_IN, _OUT = "layer in ", "layer out "
 # Operations that change no value of their input, other than its shape, order or dtype.
 TRANSPARENT = {"convert_element_type", "reshape", "squeeze", "expand_dims", "name", "copy"}
 TRANSPARENT |= {
@@ -32,36 +24,6 @@ TRANSPARENT |= {
     "sharding_constraint",
     "layout_constraint",
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerCall:
-    """One call of a layer.
-
-    Attributes:
-      path: the layer's path.
-      kind: ``"batch_norm"``, ``"norm"`` or ``"weight"``.
-      layer: the layer: an unbound linen module, or the nnx model's own module.
-      inputs: shape of the first argument.
-      output: shape of the result.
-      dtype: dtype of the result.
-      normalizes_batch: for a batch norm, whether it takes the batch's own statistics.
-      made_by: the type of the module that makes the layer's kernel anew at each call, or "".
-    """
-
-    path: str
-    kind: str
-    layer: Any
-    inputs: tuple[int, ...]
-    output: tuple[int, ...]
-    dtype: Any = None
-    normalizes_batch: bool = False
-    made_by: str = ""
-
-    @property
-    def type(self) -> str:
-        """The name of the layer's class."""
-        return type(self.layer).__name__
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,120 +135,14 @@ def layer_graph(
       rngs: linen only, a key or a dict of them.
       method: the name of the method that is called. Default None: ``__call__``.
     """
-    calls: list[LayerCall] = []
-    if isinstance(model, nnx.Module):
-        arrays, call = _nnx_call(model, args, kwargs, method, calls)
-        jaxpr = jax.make_jaxpr(call)(arrays)
-    else:
-        arrays, run = init_call(model, args, kwargs, rngs=rngs, method=method)
-
-        makers: list[str] = []
-
-        def watch(path: str, layer: nn.Module, call: Any, args: Any, kwargs: Any) -> Any:
-            kind = kind_of(layer)
-            if isinstance(layer, REPARAMETRIZED):
-                makers.append(type(layer).__name__)
-                out = call(*args, **kwargs)
-                makers.pop()
-                return out
-            if kind is None:
-                return call(*args, **kwargs)
-            mark = _Mark(None, path, layer.clone(parent=None), "".join(makers[-1:]), calls)
-            return _marked(mark, kind, call, args, kwargs)
-
-        with watched(watch):
-            jaxpr = jax.make_jaxpr(lambda arrays: run(arrays)[0])(arrays)
+    jaxpr, inputs, calls = marked_jaxpr(model, args, kwargs, rngs=rngs, method=method)
     graph = LayerGraph()
-    ids = [graph.add(Node("input")) for _ in arrays]
     reader = _Reader(graph, calls)
-    graph.outputs = tuple(i for i in reader.read(jaxpr.jaxpr, ids) if i is not None)
+    ids: list[int | None] = [graph.add(Node("input")) for _ in range(inputs)]
+    found = reader.read(jaxpr, ids + [None] * (len(jaxpr.invars) - inputs))
+    graph.outputs = tuple(i for i in found if i is not None)
     graph.opaque = tuple(dict.fromkeys(reader.opaque))
     return graph
-
-
-def _nnx_call(
-    model: nnx.Module, args: Any, kwargs: Any, method: str | None, calls: list[LayerCall]
-) -> tuple[list[Any], Any]:
-    copy = nnx.clone(model)
-    trace, originals = object(), named_modules(model)
-    made = [(path, m) for path, m in originals.items() if isinstance(m, REPARAMETRIZED)]
-    for path, module in named_modules(copy).items():
-        if kind_of(module) is not None:
-            # An attribute that no other trace has: nnx.jit reuses traces of equal models.
-            maker = next((type(m).__name__ for p, m in made if _below(path, p)), "")
-            module._layer_mark = _Mark(trace, path, originals[path], maker, calls)  # pyright: ignore
-            object.__setattr__(module, "__class__", _marking(type(module)))
-    arrays, rebuild = split_arrays(args, kwargs)
-    graphdef, state = nnx.split(copy)
-
-    def call(arrays: Sequence[Any]) -> Any:
-        merged = nnx.merge(graphdef, state, copy=True)
-        args, kwargs = rebuild(arrays)
-        out = getattr(merged, method or "__call__")(*args, **kwargs)
-        return [leaf for leaf in jax.tree.leaves(out) if isinstance(leaf, jax.Array)]
-
-    return arrays, call
-
-
-def _below(path: str, other: str) -> bool:
-    return path.startswith(f"{other}/") or not other
-
-
-@dataclasses.dataclass(frozen=True)
-class _Mark:
-    trace: Any
-    path: str
-    layer: Any = dataclasses.field(compare=False)
-    made_by: str
-    calls: Any = dataclasses.field(compare=False)
-
-
-@functools.cache
-def _marking(base: type) -> type:
-    """Return a subclass of a layer's class that marks where its calls begin and end."""
-    plain = base.__call__
-
-    @functools.wraps(plain)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        mark: _Mark = self._layer_mark
-        kind = kind_of(self) or ""
-        run = functools.partial(plain, self)
-        return _marked(mark, kind, run, args, kwargs)
-
-    return type(base.__name__, (base,), {"__call__": call, "__module__": base.__module__})
-
-
-def _marked(mark: _Mark, kind: str, call: Any, args: Any, kwargs: Any) -> Any:
-    path, layer, calls = mark.path, mark.layer, mark.calls
-    number = len(calls)
-    # Held first: layers inside this one come after it.
-    calls.append(LayerCall(path, kind, layer, (), ()))
-    first, args, kwargs = _mark_first(f"{_IN}{number}", args, kwargs)
-    out = call(*args, **kwargs)
-    own = kind == "batch_norm" and not _uses_average(layer, args, kwargs)
-    shape = tuple(getattr(out, "shape", ()))
-    dtype = getattr(out, "dtype", None)
-    calls[number] = LayerCall(path, kind, layer, first, shape, dtype, own, mark.made_by)
-    end = lambda leaf: checkpoint_name(leaf, f"{_OUT}{number}") if _is_array(leaf) else leaf
-    return jax.tree.map(end, out)
-
-
-def _is_array(value: Any) -> bool:
-    return isinstance(value, jax.Array)
-
-
-def _mark_first(name: str, args: Any, kwargs: Any) -> tuple[tuple[int, ...], Any, Any]:
-    if args and isinstance(args[0], jax.Array):
-        return tuple(args[0].shape), (checkpoint_name(args[0], name), *args[1:]), kwargs
-    for key, value in kwargs.items():
-        if isinstance(value, jax.Array) and not args:
-            return tuple(value.shape), args, {**kwargs, key: checkpoint_name(value, name)}
-    return (), args, kwargs
-
-
-def _uses_average(layer: Any, args: Any, kwargs: Any) -> bool:
-    given = kwargs.get("use_running_average", args[1] if len(args) > 1 else None)
-    return bool(layer.use_running_average if given is None else given)
 
 
 class _Reader:
@@ -310,7 +166,7 @@ class _Reader:
 
     def _equation(self, eqn: Any, ids: list[int | None]) -> list[int | None]:
         op = eqn.primitive.name
-        if op == "name" and eqn.params["name"].startswith((_IN, _OUT)):
+        if op == "name" and eqn.params["name"].startswith((IN, OUT)):
             return [self._mark(eqn.params["name"], ids[0])]
         if self.open:
             # Inside a layer. Its statistics may leave it otherwise than by its result.
@@ -339,10 +195,10 @@ class _Reader:
         return self.graph.add(Node(op, inputs))
 
     def _mark(self, name: str, at: int | None) -> int | None:
-        if name.startswith(_IN):
-            self.open.append((int(name.removeprefix(_IN)), at))
+        if name.startswith(IN):
+            self.open.append((int(name.removeprefix(IN)), at))
             return at
-        number = int(name.removeprefix(_OUT))
+        number = int(name.removeprefix(OUT))
         if number not in self.ended:
             _, entered = self.open.pop()
             apart = entered is not None and not self.open
@@ -352,8 +208,8 @@ class _Reader:
 
     def _note_layers(self, jaxpr: Any) -> None:
         for eqn in jaxpr.eqns:
-            if eqn.primitive.name == "name" and eqn.params["name"].startswith(_OUT):
-                number = int(eqn.params["name"].removeprefix(_OUT))
+            if eqn.primitive.name == "name" and eqn.params["name"].startswith(OUT):
+                number = int(eqn.params["name"].removeprefix(OUT))
                 self.opaque.append(self.calls[number].path)
             for jaxprs in _compat.inner_jaxprs(eqn).values():
                 for each in jaxprs:

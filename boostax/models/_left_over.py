@@ -99,10 +99,9 @@ class BatchNormLeftOver(nnx.Module):
         self, x: jax.Array, use_running_average: bool | None = None, *, mask: Any = None
     ) -> jax.Array:
         """Apply what is left."""
-        values = (
-            v[...] if v is not None else None for v in (self.scale, self.bias, self.skip_gain)
-        )
-        return _applied(x, *values, self.axis, self.dtype)
+        read = lambda variable: None if variable is None else variable[...]
+        scale, bias, gain = read(self.scale), read(self.bias), read(self.skip_gain)
+        return _applied(x, scale, bias, gain, self.axis, self.dtype)
 
 
 def left_over(kept: LeftOver) -> Callable[[Any], nnx.Module]:
@@ -129,9 +128,10 @@ class SkipGain:
         return out * gain.astype(out.dtype)
 
 
-def gained(layer: Any) -> nnx.Module:
+def gained(layer: Any) -> Any:
     """Give an nnx layer a scalar ``skip_gain`` that starts at 0, times its result."""
-    rank = 2 if isinstance(layer, nnx.Linear) else 2 + len(layer.kernel_size)
+    kernel_size = getattr(layer, "kernel_size", ())
+    rank = 2 + (1 if isinstance(kernel_size, int) else len(kernel_size))
     stack = layer.kernel.shape[: layer.kernel.ndim - rank]
     layer.skip_gain = nnx.Param(jnp.zeros(stack, layer.param_dtype))
     object.__setattr__(layer, "__class__", _gained_class(type(layer)))

@@ -131,7 +131,8 @@ def fold_batch_norm(
         for layer in folded.values()
         if not calls[layer].layer.use_bias
     ]
-    return rewrite(model, rules), values.result(variables), report
+    linen: Any = model
+    return rewrite(linen, rules), values.result(variables), report
 
 
 def _left_overs(graph: LayerGraph) -> dict[str, LeftOver]:
@@ -164,7 +165,7 @@ def _folded(
     ):
         return f"its statistics {mean.shape} don't match the kernel {kernel.shape}"
     wide = jnp.promote_types(kernel.dtype, jnp.float32)
-    cast = lambda value: None if value is None else jnp.asarray(value).astype(wide)
+    cast = lambda value: jnp.asarray(value).astype(wide)
     s = jax.lax.rsqrt(var.astype(wide) + norm.epsilon)
     if values["scale"] is not None:
         s = s * cast(values["scale"])

@@ -12,7 +12,6 @@ between the layers hides them.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -25,6 +24,7 @@ from boostax.models._branches import Fate, fates_of_norms, gain_place
 from boostax.models._layer_graph import LayerGraph, layer_graph
 from boostax.models._left_over import can_change
 from boostax.models._less_bn_plan import Plan
+from boostax.models._patterns import pattern_list
 from boostax.models.report import ModelReport, nothing_matched
 
 __all__ = ["less_bn"]
@@ -124,7 +124,7 @@ def less_bn(
     _check(keep=keep, shortcut=shortcut, bias=bias, compensation=compensation)
     if not isinstance(model, nn.Module | nnx.Module):
         raise TypeError(f"less_bn: model must be a linen or nnx module, got {type(model).__name__}")
-    chosen = _pattern_list(patterns)
+    chosen = None if patterns is None else pattern_list("less_bn: patterns", patterns)
     if chosen is not None and (keep == "none" or compensation == "skip_init"):
         raise ValueError(
             "less_bn: patterns says which norms go, and needs keep='last' and no compensation by "
@@ -162,21 +162,6 @@ def _check(**given: Any) -> None:
             raise ValueError(
                 f"less_bn: {name} must be one of {', '.join(map(repr, allowed))}, got {value!r}.{hint}"
             )
-
-
-def _pattern_list(patterns: Any) -> tuple[PathPattern, ...] | None:
-    if patterns is None:
-        return None
-    if isinstance(patterns, str | re.Pattern) or callable(patterns):
-        return (patterns,)
-    if not isinstance(patterns, Sequence) or not all(
-        isinstance(p, str | re.Pattern) or callable(p) for p in patterns
-    ):
-        raise TypeError(
-            "less_bn: patterns must be path patterns (text, a compiled regex, or a test of a path), "
-            f"got {patterns!r}"
-        )
-    return tuple(patterns)
 
 
 def _calls(graph: LayerGraph) -> list[Any]:
