@@ -89,12 +89,9 @@ def load_weights(
     paths, treedef = jax.tree_util.tree_flatten_with_path(own)
     given = {path_string(p): leaf for p, leaf in _source_leaves(source)}
     wanted = {path_string(path): leaf for path, leaf in paths}
-    # Checkpoints of older nnx states name the value of each variable.
-    short = lambda path: path.removesuffix("/value")
-    given = {
-        short(path) if short(path) in wanted or short(path) in skipped else path: leaf
-        for path, leaf in given.items()
-    }
+    if all(path.endswith("/value") for path in given):
+        # A checkpoint of an older nnx state names the value of each variable.
+        given = {path.removesuffix("/value"): leaf for path, leaf in given.items()}
     given = {path: leaf for path, leaf in given.items() if path not in skipped}
     same = [path for path in wanted if path in given]
     if wanted and not same:

@@ -38,11 +38,10 @@ COUNTS = [
 
 @pytest.mark.parametrize(("name", "kinds", "norms", "kept", "with_shortcut"), COUNTS)
 def test_counts(name, kinds, norms, kept, with_shortcut):
-    models = {
-        "nnx": (nnx_net(name, **kinds), {}),
-        "linen": (getattr(zoo_linen, name)(**kinds), {"train": True}),
-    }
-    for model, call in models.values():
+    models = [(getattr(zoo_linen, name)(**kinds), {"train": True})]
+    if name != "resnet50":
+        models.append((nnx_net(name, **kinds), {}))
+    for model, call in models:
         rewritten, report = less_bn(model, X, **call)
         assert len(report.left) == kept
         assert sum(change.before == "BatchNorm" for change in report.changes) == norms - kept
