@@ -35,9 +35,14 @@ if TYPE_CHECKING:
     from boostax.gradients.loss_scale import LossScaleState as LossScaleState
     from boostax.gradients.loss_scale import set_loss_scale as set_loss_scale
     from boostax.gradients.microbatch import microbatch as microbatch
+    from boostax.models.fold_batch_norm import fold_batch_norm as fold_batch_norm
+    from boostax.models.less_bn import less_bn as less_bn
+    from boostax.models.load_weights import LoadReport as LoadReport
+    from boostax.models.load_weights import load_weights as load_weights
     from boostax.models.normalized_dense import NormalizedDense as NormalizedDense
     from boostax.models.normalized_linear import NormalizedLinear as NormalizedLinear
     from boostax.models.replace_norm import replace_norm as replace_norm
+    from boostax.models.report import ModelReport as ModelReport
     from boostax.training.contract import LossAux as LossAux
     from boostax.training.predictive import Categorical as Categorical
     from boostax.training.predictive import Gaussian as Gaussian
@@ -80,9 +85,14 @@ _HOME = {
     "AutoBoost": "auto",
     "BoostConfig": "config",
     "load_config": "config",
+    "less_bn": "models.less_bn",
     "NormalizedLinear": "models.normalized_linear",
     "NormalizedDense": "models.normalized_dense",
     "replace_norm": "models.replace_norm",
+    "fold_batch_norm": "models.fold_batch_norm",
+    "load_weights": "models.load_weights",
+    "LoadReport": "models.load_weights",
+    "ModelReport": "models.report",
     "forward_order": "gradients.forward_order",
     "microbatch": "gradients.microbatch",
     "capture_layers": "gradients.capture",
