@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from boostax.models.less_bn import less_bn as less_bn
     from boostax.models.load_weights import LoadReport as LoadReport
     from boostax.models.load_weights import load_weights as load_weights
+    from boostax.models.norm_head import norm_head as norm_head
     from boostax.models.normalized_dense import NormalizedDense as NormalizedDense
     from boostax.models.normalized_linear import NormalizedLinear as NormalizedLinear
     from boostax.models.replace_norm import replace_norm as replace_norm
@@ -88,6 +89,7 @@ _HOME = {
     "less_bn": "models.less_bn",
     "NormalizedLinear": "models.normalized_linear",
     "NormalizedDense": "models.normalized_dense",
+    "norm_head": "models.norm_head",
     "replace_norm": "models.replace_norm",
     "fold_batch_norm": "models.fold_batch_norm",
     "load_weights": "models.load_weights",
