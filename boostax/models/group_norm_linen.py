@@ -34,7 +34,8 @@ class GroupNorm(nn.GroupNorm):
       axis: the channel axis, not 0. Default -1.
       use_fast_variance: Flax's one-pass variance. Default False.
       others: those of ``flax.linen.GroupNorm``: ``dtype``, ``param_dtype``, ``use_scale``,
-        ``use_bias``, ``scale_init``, ``bias_init``, ``reduction_axes``, ``axis_name``, ``axis_index_groups``.
+        ``use_bias``, ``scale_init``, ``bias_init``, ``reduction_axes``, ``axis_name``,
+        ``axis_index_groups``.
 
     Raises:
       ValueError, TypeError: a setting is out of range or of a wrong type; at a call: groups don't
