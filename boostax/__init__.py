@@ -47,9 +47,7 @@ if TYPE_CHECKING:
     from boostax.training.contract import LossAux as LossAux
     from boostax.training.predictive import Categorical as Categorical
     from boostax.training.predictive import Gaussian as Gaussian
-    from boostax.training.refresh_statistics import (
-        refresh_batch_statistics as refresh_batch_statistics,
-    )
+    from boostax.training.refresh import refresh_batch_statistics as refresh_batch_statistics
     from boostax.training.snapshots import SnapshotWriter as SnapshotWriter
     from boostax.training.state import TrainState as TrainState
     from boostax.training.step import train_step as train_step
@@ -136,7 +134,7 @@ _HOME = {
     "TrainState": "training.state",
     "train_step": "training.step",
     "SnapshotWriter": "training.snapshots",
-    "refresh_batch_statistics": "training.refresh_statistics",
+    "refresh_batch_statistics": "training.refresh",
     "feature_tap": "finetune.feature_tap",
     "histogram_edges": "finetune.histograms",
     "feature_histograms": "finetune.histograms",

@@ -18,6 +18,7 @@ from boostax.training.describe import format_table, order_line, parameter_fates
 if TYPE_CHECKING:
     from boostax.auto import AutoBoost
     from boostax.config import BoostConfig
+    from boostax.models.report import ModelReport
     from boostax.training.describe import ParameterFate, StepDescription
 
 __all__ = ["BoostDescription", "chain_order", "describe_boost"]
@@ -33,6 +34,7 @@ class BoostDescription:
       parameters: what happens to each parameter, where parameters were given.
       step: the compiled step's costs, where a step, a state and a batch were given.
       notes: which devices AdaSum combines, and the loss scale, where they are on.
+      model: what was changed in the model, where a report was given.
     """
 
     resolution: rules.Resolution
@@ -40,9 +42,12 @@ class BoostDescription:
     parameters: tuple[ParameterFate, ...] = ()
     step: StepDescription | None = None
     notes: tuple[str, ...] = ()
+    model: ModelReport | None = None
 
     def __str__(self) -> str:
         parts = ["\n".join([str(self.resolution), *(f"note: {note}" for note in self.notes)])]
+        if self.model is not None:
+            parts.append(str(self.model))
         if self.step is not None:
             return "\n\n".join([*parts, str(self.step)])
         lines = ["order of the chain (outermost first)"]

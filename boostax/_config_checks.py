@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from boostax._config_dim_reduce import dim_reduce_faults
+from boostax._config_less_bn import less_bn_faults
 from boostax._config_loss_scale import scale_faults
 from boostax._config_named import Fault
 from boostax._config_thor import known_rate
@@ -18,7 +19,13 @@ __all__ = ["together"]
 
 def together(config: BoostConfig) -> list[Fault]:
     """Return the faults that only several keys make."""
-    faults = _local(config) + _thor(config) + scale_faults(config) + dim_reduce_faults(config)
+    faults = (
+        _local(config)
+        + _thor(config)
+        + scale_faults(config)
+        + dim_reduce_faults(config)
+        + less_bn_faults(config)
+    )
     axis, inner = config.adasum.axis_name, config.adasum.inner_axis
     if axis is not None and config.common.device_number is not None:
         faults.append(

@@ -16,6 +16,7 @@ from pydantic import Field
 from pydantic.json_schema import SkipJsonSchema
 
 from boostax._config_dim_reduce import DimReduce
+from boostax._config_less_bn import LessBN
 from boostax._config_loss_scale import LossScale, LossScaleGroup
 from boostax._config_named import Named
 from boostax._config_thor import Thor
@@ -50,7 +51,7 @@ class Boost(Section):
     ] = Field(
         default="auto",
         description="auto: the level decides; manual: the flags decide, at every level; "
-        "enable_all: all that is built and can be combined; disable_all: nothing.",
+        "enable_all: all that can be combined; disable_all: nothing.",
     )
     less_bn: Flag = Field(
         default=False, description="Drop batch norms and normalise the classifier head."
@@ -109,13 +110,6 @@ class Common(Section):
         """The split points as a tuple."""
         points = self.gradient_split_groups
         return (points,) if isinstance(points, int) else points
-
-
-class LessBN(Section):
-    """Less batch norm."""
-
-    fn_flag: Flag = Field(default=True, description="Normalise the classifier head.")
-    gc_flag: Flag = Field(default=True, description="Centralize gradients where less_bn is on.")
 
 
 class GradFreeze(Section):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from boostax import _info, rules
 from boostax._auto_chain import base_optimizer, inner_chain, outer_chain
 from boostax._auto_devices import check_mesh, exchange_part, mesh_of, needs_order
 from boostax._auto_dim_reduce import dim_reduce_part
+from boostax._auto_model import OFF, evaluation_model, rewritten
 from boostax._auto_reports import BoostDescription, describe_boost
 from boostax._auto_resolution import absent, base_parts, part_of, resolution_in, with_left_out
 from boostax._auto_scaling import scaling_of
@@ -38,8 +40,8 @@ class AutoBoost:
 
     Args:
       level: ``"O0"`` (nothing), ``"O1"`` (less_bn and grad_freeze, with gradient centralization)
-        or ``"O2"`` (adasum too, over all devices). Decides in the config's mode ``auto``. A level
-        applies what has been built; ``describe`` names what is missing. Default ``"O0"``.
+        or ``"O2"`` (adasum too, over all devices). Decides in the config's mode ``auto``. Default
+        ``"O0"``.
       config: what :func:`boostax.load_config` takes. Default None: the defaults.
 
     Attributes:
@@ -54,7 +56,7 @@ class AutoBoost:
       >>> import jax, jax.numpy as jnp, optax, boostax
       >>> boost = boostax.AutoBoost("O1", {"grad_freeze": {"param_groups": 2, "total_steps": 10}})
       >>> boost.enabled
-      ('grad_freeze', 'centralize')
+      ('less_bn', 'grad_freeze', 'centralize')
       >>> params = {f"layer_{i}": {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)} for i in range(2)}
       >>> def loss_fn(params, x):
       ...     for layer in params.values():
@@ -88,8 +90,8 @@ class AutoBoost:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Flags that were overridden, techniques not built yet, sections without effect."""
-        return (*self._missing(), *self.resolution.notes)
+        """Flags that were overridden, sections without effect, and the like."""
+        return self.resolution.notes
 
     @functools.cached_property
     def mesh(self) -> Mesh:
@@ -114,20 +116,51 @@ class AutoBoost:
         return scaling_of(self.config, self.enabled)
 
     def model(
-        self, model: Any, *example_inputs: Any, inference: bool = False
+        self,
+        model: Any,
+        *example_inputs: Any,
+        inference: bool = False,
+        state: TrainState | None = None,
+        rngs: Any = None,
+        method: str | None = None,
+        **kwargs: Any,
     ) -> tuple[Any, ModelReport]:
-        """Rewrite a model by the techniques at the model seam. None is built yet.
+        """Rewrite a model by the techniques at the model seam: :func:`boostax.less_bn`, ``norm_head``.
+
+        In mode ``manual`` a rewrite that finds nothing to change raises; elsewhere, where the level asks
+        for it, the report says so. Where less_bn is off the model is returned as it is.
 
         Args:
-          model: a linen module (before its ``init``), an nnx module or a function.
-          *example_inputs: inputs that the model can be called with.
-          inference: True to prepare the model for evaluation. Default False.
+          model: a linen module (before its ``init``) or an nnx module, which is not changed; where
+            less_bn is off, anything.
+          *example_inputs: inputs that the model can be called with; ``ShapeDtypeStruct`` will do.
+          inference: True for the model to evaluate with: rewritten in the same way, where that was not
+            done yet. An nnx model is put into evaluation mode. Default False.
+          state: with ``inference``, the trained state, whose values the model gets; a linen module comes
+            bound to them. With ``less_bn.fold`` the norms that are left are folded. Default None.
+          rngs: linen only, a key or a dict of them, for models that need more than ``params`` and
+            ``dropout``. Default None.
+          method: name of the method that is called. Default None: ``__call__``.
+          **kwargs: keyword arguments of the call, such as ``train=False``.
 
         Returns:
-          The model, unchanged so far, and a :class:`ModelReport`.
+          The model and a :class:`boostax.ModelReport`, which :meth:`describe` takes too.
+
+        Raises:
+          ValueError: in mode ``manual``, a rewrite found nothing to change; the message lists what it
+            looked at. Or ``state`` was given without ``inference``.
+          TypeError: ``model`` is neither a linen nor an nnx module, or ``state`` is no train state.
         """
-        del example_inputs, inference  # for the techniques to come
-        return model, ModelReport(notes=tuple(self._missing("model")))
+        if state is not None and not inference:
+            raise ValueError("model: state goes with inference=True; step.init makes a new state")
+        call = {"rngs": rngs, "method": method, **kwargs}
+        report = ModelReport(notes=(OFF,))
+        if "less_bn" in self.enabled:
+            strict = self.resolution.mode == "manual" and not inference
+            model, report = rewritten(self.config, model, example_inputs, call, strict)
+        if not inference:
+            return model, report
+        return evaluation_model(self.config, model, report, state, example_inputs, call)
 
     def optimizer(
         self,
@@ -337,6 +370,7 @@ class AutoBoost:
         state: Any = None,
         batch: Any = None,
         order: Sequence[str] | None = None,
+        report: ModelReport | None = None,
         **extra: Any,
     ) -> BoostDescription:
         """Say what is on and why, the order of the chain, and what happens to each parameter.
@@ -350,6 +384,7 @@ class AutoBoost:
           state: a train state of that step. Default None.
           batch: a batch of that step. Default None.
           order: as for :meth:`optimizer`, where ``tx`` is left out. Default None.
+          report: what :meth:`model` told of its changes, which becomes a part. Default None.
           **extra: the step's extra arguments.
 
         Returns:
@@ -358,9 +393,10 @@ class AutoBoost:
         Raises:
           ValueError: only some of ``step``, ``state`` and ``batch`` are given.
         """
-        return describe_boost(
+        told = describe_boost(
             self, self._resolution_of, params, tx, (step, state, batch), order, extra
         )
+        return dataclasses.replace(told, model=report)
 
     def _own_mesh(self) -> Mesh | None:
         """Return the mesh that the config means, or None where the user brings one."""
@@ -368,10 +404,3 @@ class AutoBoost:
 
     def _resolution_of(self, tx: Any) -> rules.Resolution:
         return resolution_in(self.config, self.resolution, tx)
-
-    def _missing(self, seam: str | None = None) -> list[str]:
-        return [
-            f"{d.technique} ({rules.TECHNIQUES[d.technique].does}): {d.reason}"
-            for d in self.resolution.decisions
-            if d.state == "not built" and seam in (None, rules.TECHNIQUES[d.technique].seam)
-        ]

@@ -19,6 +19,7 @@ from pydantic.json_schema import SkipJsonSchema
 from boostax._config_checks import together
 from boostax._config_dim_reduce import DimReduce
 from boostax._config_json import parse_json, repeated
+from boostax._config_less_bn import LessBN
 from boostax._config_loss_scale import LossScale, LossScaleGroup
 from boostax._config_named import Fault, Named, parse, plain, show
 from boostax._config_sections import (
@@ -34,7 +35,6 @@ from boostax._config_sections import (
     Compare,
     GradAccumulation,
     GradFreeze,
-    LessBN,
 )
 from boostax._config_thor import Thor
 from boostax._config_types import Allowed
@@ -54,7 +54,7 @@ class BoostConfig(pydantic.BaseModel):
     Attributes:
       boost: the mode and the flags of the techniques.
       common: settings that several techniques share.
-      less_bn: less batch norm, and ``gc_flag`` for gradient centralization.
+      less_bn: how models are rewritten, and ``gc_flag`` for gradient centralization.
       grad_freeze: the groups and the schedule of freezing.
       grad_accumulation: windows over steps, and micro-batches inside one.
       centralize: where and on which layers gradients are centralized.

@@ -1,7 +1,7 @@
 """Which techniques exist, their order, and what excludes what: data, each row with its reason.
 
 With its table of exclusions (``_exclusions``) this is the only place that knows two techniques at
-once. A new technique flips ``built`` in its row and adds its exclusions.
+once. A new technique adds its row and its exclusions.
 """
 
 from __future__ import annotations
@@ -42,30 +42,26 @@ class Technique:
     Attributes:
       name: its flag in the section ``boost``, and its section.
       seam: ``"model"``, ``"gradient"`` or ``"update"``; where it acts.
-      built: whether this version has it.
       does: what it does, in a few words.
     """
 
     name: str
     seam: str
-    built: bool
     does: str
 
 
 TECHNIQUES: dict[str, Technique] = {
     row.name: row
     for row in (
-        Technique("less_bn", "model", False, "drops batch norms, normalises the head"),
-        Technique("grad_freeze", "update", True, "freezes a varying prefix of the layers"),
-        Technique("grad_accumulation", "update", True, "updates once per window of micro-batches"),
-        Technique("centralize", "update", True, "removes the mean of each unit's gradient"),
-        Technique("adasum", "update", True, "combines the devices' gradients by AdaSum"),
-        Technique("thor", "update", True, "preconditions each layer's gradient by its factors"),
-        Technique(
-            "dim_reduce", "update", True, "steps along the directions that training has taken"
-        ),
-        Technique("loss_scale_group", "gradient", True, "keeps one loss scale per group"),
-        Technique("loss_scale", "gradient", True, "keeps float16 gradients in range by one scale"),
+        Technique("less_bn", "model", "drops batch norms, normalises the head"),
+        Technique("grad_freeze", "update", "freezes a varying prefix of the layers"),
+        Technique("grad_accumulation", "update", "updates once per window of micro-batches"),
+        Technique("centralize", "update", "removes the mean of each unit's gradient"),
+        Technique("adasum", "update", "combines the devices' gradients by AdaSum"),
+        Technique("thor", "update", "preconditions each layer's gradient by its factors"),
+        Technique("dim_reduce", "update", "steps along the directions that training has taken"),
+        Technique("loss_scale_group", "gradient", "keeps one loss scale per group"),
+        Technique("loss_scale", "gradient", "keeps float16 gradients in range by one scale"),
     )
 }
 
@@ -106,7 +102,7 @@ ORDER: tuple[Place, ...] = (
 )
 
 
-State = Literal["on", "off", "not built", "left out"]
+State = Literal["on", "off", "left out"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,16 +160,8 @@ def faults(config: BoostConfig) -> list[Fault]:
     """Return what the rules refuse whatever the level: explicit requests in mode ``manual``."""
     if config.boost.mode != "manual":
         return []
-    found = [
-        Fault(
-            f"boost.{name}",
-            f"{name} is not built yet in this version ({row.does}); set it to false",
-        )
-        for name, row in TECHNIQUES.items()
-        if getattr(config.boost, name) and not row.built
-    ]
     wanted = {name for name, (on, _) in _wanted(config, "O0").items() if on}
-    found += [
+    found = [
         Fault(row.key, f"missing; {row.reason}; or leave the flag out, and {row.instead}")
         for row in _unready(config, wanted)
     ]
@@ -198,12 +186,12 @@ def resolve(config: BoostConfig, level: str = "O0") -> Resolution:
     Example:
       >>> from boostax.config import load_config
       >>> resolve(load_config(), "O1").enabled
-      ('grad_freeze', 'centralize')
+      ('less_bn', 'grad_freeze', 'centralize')
     """
     check_level(level)
     mode = config.boost.mode
     wanted = _wanted(config, level)
-    on = {name for name, (value, _) in wanted.items() if value and TECHNIQUES[name].built}
+    on = {name for name, (value, _) in wanted.items() if value}
     # In mode manual that is a fault of the config.
     left_out = {row.technique: row.reason for row in _unready(config, on)}
     clashes = _clashes(config, on - set(left_out))
@@ -211,16 +199,14 @@ def resolve(config: BoostConfig, level: str = "O0") -> Resolution:
         raise ConfigError(_clash_lines(clashes))
     left_out |= {row.drops: _exclusion_text(row) for row in clashes}
     decisions = []
-    for name, row in TECHNIQUES.items():
-        value, reason = wanted[name]
+    for name, (value, reason) in wanted.items():
         if not value:
             decisions.append(Decision(name, "off", reason))
-        elif not row.built:
-            decisions.append(Decision(name, "not built", f"{reason}; not built yet"))
         elif name in left_out:
             decisions.append(Decision(name, "left out", left_out[name]))
         else:
-            decisions.append(Decision(name, "on", reason))
+            how = "; boost.model(model, *inputs) applies it" if name == "less_bn" else ""
+            decisions.append(Decision(name, "on", reason + how))
     resolution = Resolution(level, mode, tuple(decisions), ())
     return _with_notes(config, resolution, _own_parts(config))
 

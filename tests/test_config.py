@@ -21,7 +21,6 @@ from boostax._config_named import _outside
 from boostax._config_schema import json_schema
 from boostax._config_sections import NULLABLE, SECTIONS
 from boostax._info import info_of
-from boostax.compare._fitting import horizons
 from boostax.config import BoostConfig, load_config
 from boostax.errors import ConfigError
 from boostax.updates.named import OPTIMIZERS
@@ -186,13 +185,34 @@ def test_two_names_for_one_setting():
     assert (theirs.share_of_full_steps, theirs.schedule_kind) == (0.3, "continuous")
 
 
-def test_requests_for_what_is_not_built_join_the_list():
+def test_requests_without_what_they_need_join_the_list():
     refused(
-        {"boost": {"mode": "manual", "dim_reduce": True, "less_bn": True}, "commn": {}},
+        {"boost": {"mode": "manual", "dim_reduce": True, "loss_scale_group": True}, "commn": {}},
         "3 faults",
         "dim_reduce.pca_mat_path: missing; dim_reduce needs to know",
-        "boost.less_bn: less_bn is not built yet",
+        "loss_scale_group.groups: missing; loss_scale_group needs to know",
         "commn: unknown section",
+    )
+
+
+def test_less_bn_is_read():
+    given = {"keep": "none", "compensation": "skip_init", "bias": True, "multiplier_init": 1.0}
+    config = load_config({"less_bn": {**given, "head": "fc"}})
+    assert load_config(config.to_dict()) == config
+    refused(
+        {
+            "less_bn": {
+                "patterns": ["bn1"],
+                "keep": "none",
+                "fn_flag": False,
+                "head": "fc",
+                "compensation": "scaled",
+            }
+        },
+        "3 faults",
+        'less_bn.patterns: says which norms go, but less_bn.keep is "none"',
+        "less_bn.head: is about the head, but less_bn.fn_flag is false",
+        "less_bn.compensation: got \"scaled\" (text); allowed: one of 'skip_init', 'scaled_ws'",
     )
 
 
@@ -685,14 +705,6 @@ GROUPED = {
         {"params": ["body/bias", "norm/*"], "optimizer": {"name": "lion"}, "centralize": False},
     ],
 }
-
-
-def test_a_schedule_in_a_group_has_an_end_like_any_other():
-    rate = {"name": "cosine_decay_schedule", "init_value": 0.1, "decay_steps": 7}
-    group = {"params": "a", "optimizer": {"name": "lion", "learning_rate": rate}}
-    for one in (group, {"params": "a", "learning_rate": rate}):
-        named = load_config({"optimizer": {**GROUPED, "groups": [one]}}).optimizer
-        assert list(horizons(named)) == [("cosine_decay_schedule", "decay_steps", 7)]
 
 
 def test_groups_of_an_optimizer():

@@ -9,8 +9,6 @@ from boostax.config import load_config
 from boostax.errors import ConfigError
 from boostax.rules import EXCLUSIONS, ORDER, TECHNIQUES, resolve
 
-BUILT = {name for name, row in TECHNIQUES.items() if row.built}
-
 
 def states(config, level="O0"):
     return {d.technique: d.state for d in resolve(load_config(config), level).decisions}
@@ -18,10 +16,15 @@ def states(config, level="O0"):
 
 def test_levels():
     assert resolve(load_config(), "O0").enabled == ()
-    assert resolve(load_config(), "O1").enabled == ("grad_freeze", "centralize")
-    assert resolve(load_config(), "O2").enabled == ("grad_freeze", "adasum", "centralize")
+    assert resolve(load_config(), "O1").enabled == ("less_bn", "grad_freeze", "centralize")
+    assert resolve(load_config(), "O2").enabled == (
+        "less_bn",
+        "grad_freeze",
+        "adasum",
+        "centralize",
+    )
     assert states({}, "O1") == {
-        "less_bn": "not built",
+        "less_bn": "on",
         "grad_freeze": "on",
         "grad_accumulation": "off",
         "centralize": "on",
@@ -68,21 +71,15 @@ def test_manual_obeys_the_flags_at_every_level(level):
     assert resolve(load_config({"boost": {"mode": "manual"}}), level).enabled == ()
 
 
-@pytest.mark.parametrize("name", sorted(set(TECHNIQUES) - BUILT))
-def test_only_an_explicit_request_for_missing_code_is_refused(name):
-    with pytest.raises(ConfigError, match=f"boost.{name}: {name} is not built yet"):
-        load_config({"boost": {"mode": "manual", name: True}})
-    load_config({"boost": {name: True}})
-
-
 def test_enable_all_and_disable_all():
     everything = {"boost": {"mode": "enable_all"}}
     unready = {"loss_scale_group", "dim_reduce"}
-    assert set(resolve(load_config(everything)).enabled) == BUILT - unready
+    assert set(resolve(load_config(everything)).enabled) == set(TECHNIQUES) - unready
     grouped = {**everything, "loss_scale_group": {"groups": ["a/*", "b/*"]}}
-    assert set(resolve(load_config(grouped)).enabled) == BUILT - {"loss_scale", "dim_reduce"}
-    left = states(everything)
-    assert {name for name, state in left.items() if state == "not built"} == set(TECHNIQUES) - BUILT
+    assert set(resolve(load_config(grouped)).enabled) == set(TECHNIQUES) - {
+        "loss_scale",
+        "dim_reduce",
+    }
     config = load_config({"boost": {"mode": "disable_all", "grad_freeze": True}})
     resolution = resolve(config, "O2")
     assert resolution.enabled == ()
@@ -133,7 +130,7 @@ def test_exclusions_are_refused_with_the_reason():
 
 def test_enable_all_leaves_out_what_is_excluded_and_says_why():
     resolution = resolve(load_config({**LBFGS, "boost": {"mode": "enable_all"}}))
-    assert resolution.enabled == ("loss_scale", "centralize")
+    assert resolution.enabled == ("less_bn", "loss_scale", "centralize")
     reasons = {d.technique: d.reason for d in resolution.decisions if d.state == "left out"}
     assert set(reasons) == {
         "dim_reduce",
@@ -161,7 +158,7 @@ def test_it_prints_as_a_table():
     text = str(resolve(load_config(), "O2"))
     assert text.startswith("level O2, mode auto\n")
     assert "adasum" in text
-    assert "not built yet" in text
+    assert "boost.model(model, *inputs) applies it" in text
 
 
 def test_notes_on_thor():

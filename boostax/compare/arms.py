@@ -225,7 +225,12 @@ def build_arm(
         own = bool(_info.exchanged_axes(tx)) and boost.config.adasum.axis_name is None
         step = boost.train_step(task.loss, tx, has_aux=task.has_aux, mesh=None if own else mesh)
         notes += device_notes(boost, tx, step, batch, alone=mesh is None)
-        enabled = tuple(boost.enabled)
+        enabled = tuple(name for name in boost.enabled if name != "less_bn")
+        if "less_bn" in boost.enabled:
+            notes.append(
+                "less_bn is left out: a task's loss has its model inside; rewrite that in the task, "
+                "with boostax.less_bn"
+            )
         if arm.dim_reduce_after is not None:
             try:
                 step, updates, told = subspace_step(

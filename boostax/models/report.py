@@ -7,9 +7,13 @@ from collections.abc import Sequence
 
 from boostax.training.describe import format_table
 
-__all__ = ["Change", "ModelReport", "nothing_matched"]
+__all__ = ["Change", "ModelReport", "NothingToRewriteError", "nothing_matched"]
 
 _SHOWN = 30
+
+
+class NothingToRewriteError(ValueError):
+    """A rewrite found nothing to change in a model; the message lists what it looked at."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +79,7 @@ def _count(of: Sequence[object]) -> str:
 
 def nothing_matched(
     rewrite: str, wanted: str, looked_at: Sequence[tuple[str, str]], advice: str = ""
-) -> ValueError:
+) -> NothingToRewriteError:
     """Return the error of a rewrite that found nothing to change.
 
     Args:
@@ -88,7 +92,7 @@ def nothing_matched(
     if len(looked_at) > _SHOWN:
         seen.append(f"and {len(looked_at) - _SHOWN} more")
     listed = ", ".join(seen) or "no layer"
-    return ValueError(
+    return NothingToRewriteError(
         f"{rewrite}: nothing in the model is {wanted}. Looked at: {listed}."
         + (f" {advice}" if advice else "")
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -255,6 +256,12 @@ def _replicas(tx: Any, mesh: Any, wanted: Any) -> Replicas | None:
             raise ValueError(f"data_axes={wanted!r} names axes of a mesh; pass mesh=")
         return None
     axes = find_data_axes(mesh, wanted, exchanged)
+    if math.prod(mesh.shape[axis] for axis in axes) == 1 < mesh.size:
+        # XLA aborts where groups of one device exchange beside an axis that it splits by itself.
+        raise ValueError(
+            f"mesh: its data axes {axes} have one device, and the others {mesh.size}; leave mesh= out, "
+            "and place the parameters on the mesh yourself: jit keeps their shardings"
+        )
     outermost = _info.info_of(tx)
     # A part that refuses arguments it does not know would refuse the exchange too, and a line search
     # asks for the loss where the gradient is that of all devices.

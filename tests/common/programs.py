@@ -21,8 +21,8 @@ def momentum() -> optax.GradientTransformationExtraArgs:
 
 
 @functools.cache
-def _linen_variables(dtype: str) -> Any:
-    return host(linen_net.init(jnp.dtype(dtype)))
+def _linen_variables(init: Callable[[Any], Any], dtype: str) -> Any:
+    return host(init(jnp.dtype(dtype)))
 
 
 def plain_step(
@@ -38,15 +38,18 @@ def plain_step(
 
 
 def linen_step(
-    tx: Callable[[], optax.GradientTransformation] = momentum, **settings: Any
+    tx: Callable[[], optax.GradientTransformation] = momentum,
+    loss: Callable[..., Any] = linen_net.loss,
+    variables_of: Callable[[Any], Any] = linen_net.init,
+    **settings: Any,
 ) -> Callable[[str, bool], Program]:
-    """Return a row's ``program``: a train step of the linen network with batch norm."""
+    """Return a row's ``program``: a train step of a linen network with batch norm."""
 
     def program(dtype: str, donate: bool) -> Program:
-        step = boostax.train_step(linen_net.loss, tx(), has_aux=True, donate=donate, **settings)
+        step = boostax.train_step(loss, tx(), has_aux=True, donate=donate, **settings)
 
         def init() -> Any:
-            variables = fresh(_linen_variables(dtype))
+            variables = fresh(_linen_variables(variables_of, dtype))
             return step.init(
                 variables["params"], model_state={"batch_stats": variables["batch_stats"]}
             )
@@ -68,13 +71,16 @@ def mesh_step(
 
 
 def nnx_step(
-    tx: Callable[[], optax.GradientTransformation] = momentum, **settings: Any
+    tx: Callable[[], optax.GradientTransformation] = momentum,
+    loss: Callable[..., Any] = nnx_net.loss,
+    model_of: Callable[[Any], Any] = nnx_net.init,
+    **settings: Any,
 ) -> Callable[[str, bool], Program]:
-    """Return a row's ``program``: a train step of the nnx network with batch norm and dropout."""
+    """Return a row's ``program``: a train step of an nnx network."""
 
     def program(dtype: str, donate: bool) -> Program:
-        step = boostax.train_step(nnx_net.loss, tx(), donate=donate, **settings)
-        model = nnx_net.init(jnp.dtype(dtype))
+        step = boostax.train_step(loss, tx(), donate=donate, **settings)
+        model = model_of(jnp.dtype(dtype))
         return _program(step, lambda: step.init(model))
 
     return program

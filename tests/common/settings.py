@@ -13,7 +13,7 @@ import optax
 import boostax
 from tests.common import programs
 from tests.common.harness import Row
-from tests.models import captured, data, plain
+from tests.models import captured, data, plain, residual
 
 _NOT_A_TRANSFORMATION = {
     "chain": "it holds the user's chain and is not itself a transformation to put into one",
@@ -340,6 +340,22 @@ ROWS: tuple[Row, ...] = (
         does_not_apply=_NOT_A_TRANSFORMATION,
     ),
     Row(
+        name="rewritten_nnx",
+        covers=("less_bn", "replace_norm", "norm_head", "NormalizedLinear"),
+        seam="model",
+        cycle=2,
+        program=programs.nnx_step(loss=residual.nnx_loss, model_of=residual.nnx_net),
+        does_not_apply=_NOT_A_TRANSFORMATION,
+    ),
+    Row(
+        name="rewritten_linen",
+        covers=("less_bn", "norm_head", "NormalizedDense"),
+        seam="model",
+        cycle=2,
+        program=programs.linen_step(loss=residual.linen_loss, variables_of=residual.linen_init),
+        does_not_apply=_NOT_A_TRANSFORMATION,
+    ),
+    Row(
         name="train_step_thor",
         covers=("train_step", "thor", "capture_layers", "accumulate"),
         seam="all",
@@ -419,19 +435,25 @@ ROWS: tuple[Row, ...] = (
     ),
 )
 
-# What a config calls a technique -> its public name, for every technique that is built.
+# What a config calls a technique -> its public name, for every technique.
 CONFIG_NAMES: dict[str, str] = {
+    "less_bn": "less_bn",
     "grad_freeze": "freeze",
     "grad_accumulation": "accumulate",
     "centralize": "centralize",
     "adasum": "adasum",
     "thor": "thor",
+    "dim_reduce": "dim_reduce",
     "loss_scale": "DynamicLossScale",
     "loss_scale_group": "GroupLossScale",
 }
 
 # Public names that are no technique, each with what it is instead.
 NOT_TECHNIQUES: dict[str, str] = {
+    "fold_batch_norm": "makes a model for inference, which is not trained",
+    "load_weights": "puts values into a model ahead of training",
+    "LoadReport": "what load_weights did",
+    "ModelReport": "what a rewrite of a model did",
     "BoostConfig": "the settings that AutoBoost is built from",
     "load_config": "reads the settings that AutoBoost is built from",
     "forward_order": "names layers for parameter_groups; changes nothing in training",
@@ -450,6 +472,7 @@ NOT_TECHNIQUES: dict[str, str] = {
     "Categorical": "a part of what a loss function returns",
     "Gaussian": "a part of what a loss function returns",
     "TrainState": "the state of train_step",
+    "refresh_batch_statistics": "takes statistics anew after training, by forward passes alone",
     "trajectory_basis": "reads directions out of snapshots; changes nothing in training",
     "TrajectoryBasis": "what trajectory_basis found",
     "DimReduceState": "the state of dim_reduce",

@@ -393,3 +393,9 @@ class TestErrors:
         text = str(step.describe(step.init(plain.init()), BATCH))
         assert "devices=4 (4 'data')" in text
         assert "gradients are combined by the step, as their mean, ahead of tx" in text
+
+
+def test_a_data_axis_of_one_device_beside_others_is_refused():
+    mesh = jax.make_mesh((1, 8), ("data", "model"), (jax.sharding.AxisType.Auto,) * 2)
+    with pytest.raises(ValueError, match=r"one device, and the others 8; leave mesh= out"):
+        boostax.train_step(lambda p, x: (p * x).mean(), optax.sgd(0.1), mesh=mesh, data_axes="data")
