@@ -99,12 +99,31 @@ def _rewritten_class(base: type[nn.Module], stages: Stages) -> type[nn.Module]:
         own = name == "__call__" or not (hasattr(nn.Module, name) or name.startswith("__"))
         if own and inspect.isfunction(function):
             body[name] = _under_rules(function, stages)
+    body |= {name: _with_method(getattr(base, name), base) for name in _TAKE_A_METHOD}
     body["_rewritten"] = (base, stages)
     body["__reduce__"] = nn.nowrap(_reduce)
     # The same name: inside a larger module an automatic name comes from it.
     new = type(base.__name__, (base,), body)
     new.__qualname__ = base.__qualname__
     return new
+
+
+_TAKE_A_METHOD = ("apply", "init", "init_with_output", "lazy_init", "tabulate")
+
+
+def _with_method(function: Callable[..., Any], base: type[nn.Module]) -> Callable[..., Any]:
+    """Let ``method=Net.encode`` mean the rewritten class's ``encode``, not that of ``Net``."""
+
+    @nn.nowrap
+    @functools.wraps(function, updated=())
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        method = kwargs.get("method")
+        name = getattr(method, "__name__", None)
+        if name is not None and getattr(base, name, None) is method:
+            kwargs["method"] = name
+        return function(self, *args, **kwargs)
+
+    return call
 
 
 def _reduce(self: Any) -> Any:
@@ -220,6 +239,6 @@ def flag(module: nn.Module, token: Any) -> None:
     scope = module.scope
     if scope is None:
         return
-    there: tuple[Any, ...] = scope.flags.get("rewritten", ())  # pyright: ignore[reportAssignmentType]
+    there: tuple[Any, ...] = scope.flags.get("boostax_rewritten", ())  # pyright: ignore[reportAssignmentType]
     if token not in there:
-        scope.flags = freeze({**scope.flags, "rewritten": (*there, token)})
+        scope.flags = freeze({**scope.flags, "boostax_rewritten": (*there, token)})

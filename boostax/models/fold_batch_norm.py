@@ -8,6 +8,7 @@ or dense layer's own map. With ``s = scale / sqrt(var + epsilon)``::
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -64,7 +65,8 @@ def fold_batch_norm(
 
     Raises:
       ValueError: no norm can be folded; the message says why for each.
-      TypeError: ``model`` is neither a linen nor an nnx module, or ``variables`` does not fit it.
+      TypeError: ``model`` is neither a linen nor an nnx module, ``variables`` does not fit it, or there
+        are no arrays.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -100,6 +102,9 @@ def fold_batch_norm(
             "fold_batch_norm: a linen model needs variables=, a dict with params and batch_stats, got "
             f"{type(variables).__name__}"
         )
+    arrays = nnx.state(model) if isinstance(model, nnx.Module) else variables
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(arrays)):
+        raise TypeError("fold_batch_norm: folding needs the trained arrays, got ShapeDtypeStructs")
     graph = layer_graph(model, example_inputs, kwargs, rngs=rngs, method=method)
     into, left = foldable(graph)
     calls = {node.call.path: node.call for node in graph.nodes if node.call is not None}
@@ -183,9 +188,16 @@ class _NnxValues:
     def __init__(self, model: nnx.Module) -> None:
         self.model, self.new = model, {}
         self.modules = named_modules(model)
+        held = (vars(module).values() for module in self.modules.values())
+        self.held = collections.Counter(id(value) for values in held for value in values)
 
     def fold(self, norm: LayerCall, layer: LayerCall) -> str | None:
-        old, into = self.modules[norm.path], self.modules[layer.path]
+        old: Any = self.modules[norm.path]
+        into: Any = self.modules[layer.path]
+        if self.held[id(into.kernel)] > 1 or (
+            into.bias is not None and self.held[id(into.bias)] > 1
+        ):
+            return f"{layer.path} shares its kernel or bias with another layer"
         read = lambda owner, name: v[...] if (v := getattr(owner, name)) is not None else None
         values = {name: read(old, name) for name in ("mean", "var", "scale", "bias")}
         found = _folded(into, read(into, "kernel"), read(into, "bias"), old, values)

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from flax import nnx
 from flax.core import freeze
+from hypothesis import given
+from hypothesis import strategies as st
 
 from boostax.models.fold_batch_norm import fold_batch_norm
 from boostax.models.less_bn import less_bn
@@ -97,6 +99,26 @@ def test_by_hand():
     assert values["params"]["layers_0"]["kernel"].tolist() == [[2.0], [4.0]]
     assert values["params"]["layers_0"]["bias"].tolist() == [-9.0]
     assert isinstance(values, type(variables))
+
+
+FLOATS = st.floats(-3, 3, width=32)
+ROWS = st.lists(FLOATS, min_size=3, max_size=3).map(lambda row: jnp.asarray(row, jnp.float32))
+
+
+@given(ROWS, ROWS, ROWS, ROWS, ROWS)
+def test_any_statistics_give_the_same_outputs(kernel, scale, bias, mean, var):
+    model = nn.Sequential([nn.Dense(3, use_bias=False), nn.BatchNorm(True, epsilon=1e-3)])
+    params = {"layers_0": {"kernel": kernel[None]}, "layers_1": {"scale": scale, "bias": bias}}
+    stats = {"layers_1": {"mean": mean, "var": jnp.abs(var)}}
+    x = jnp.asarray([[1.0], [-2.0]])
+    variables = {"params": params, "batch_stats": stats}
+    folded, values, _ = fold_batch_norm(model, x, variables=variables)
+    expected = model.apply(variables, x)
+    size = float(jnp.max(jnp.abs(expected)))
+    # Both terms of w x - mean are scaled; where they cancel, rounding is relative to each.
+    parts = 20 * float(jnp.max(jnp.abs(scale) / jnp.sqrt(jnp.abs(var) + 1e-3)))
+    out = folded.apply(values, x)
+    np.testing.assert_allclose(out, expected, atol=1e-6 * (1 + size + parts))
 
 
 def test_bfloat16_keeps_its_dtypes():
@@ -245,6 +267,24 @@ def test_shared_pairs_are_folded_once():
     np.testing.assert_allclose(folded(X), model(X), atol=1e-5)
 
 
+def test_a_kernel_that_two_layers_hold_stays():
+    class Tied(nnx.Module):
+        def __init__(self, rngs):
+            self.a, self.b = NnxNet(rngs), NnxNet(rngs)
+            self.b.conv.kernel = self.a.conv.kernel
+            self.end = NnxNet(rngs)
+
+        def __call__(self, x):
+            return self.end(self.b(self.a(x)))
+
+    model = Tied(nnx.Rngs(0))
+    folded, report = fold_batch_norm(model, X)
+    assert [c.path for c in report.changes] == ["end/bn"]
+    assert dict(report.left)["b/bn"] == "b/conv shares its kernel or bias with another layer"
+    model.eval()
+    np.testing.assert_allclose(folded(X), model(X), atol=1e-5)
+
+
 def test_after_less_bn():
     class Branch(nn.Module):
         @nn.compact
@@ -275,6 +315,9 @@ def test_wrong_arguments():
     with pytest.raises(TypeError, match="model must be a linen or nnx module, got int"):
         fold_batch_norm(3, X)
     variables = jax.eval_shape(Layers().init, jax.random.key(0), X)
+    with pytest.raises(TypeError, match="folding needs the trained arrays"):
+        fold_batch_norm(Layers(), X, variables=variables)
+    variables = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), variables)
     with pytest.raises(ValueError, match=r"bn1 \(variables hold nothing at its path\)"):
         fold_batch_norm(Layers(), X, variables={"params": variables["params"]})
     training = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))

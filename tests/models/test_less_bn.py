@@ -135,6 +135,49 @@ def test_pre_activation_blocks():
     assert sorted(params["conv2"]) == ["kernel", "skip_gain"]
 
 
+class NnxPreActivation(nnx.Module):
+    def __init__(self, rngs):
+        self.bn1, self.bn2 = (nnx.BatchNorm(4, rngs=rngs) for _ in range(2))
+        self.conv1, self.conv2 = (
+            nnx.Conv(4, 4, (3, 3), use_bias=False, rngs=rngs) for _ in range(2)
+        )
+
+    def __call__(self, x):
+        y = self.conv1(nnx.relu(self.bn1(x)))
+        return x + self.conv2(nnx.relu(self.bn2(y)))
+
+
+def test_a_scalar_at_a_layer_in_nnx():
+    model, report = less_bn(NnxPreActivation(nnx.Rngs(0)), F, compensation="skip_init")
+    after = {c.path: c.after for c in report.changes}
+    assert after == {"bn1": "nothing", "bn2": "bias", "conv2": "Conv and skip_gain"}
+    x = jnp.sin(jnp.arange(F.size, dtype=jnp.float32)).reshape(F.shape)
+    np.testing.assert_array_equal(model(x), x)
+    model.conv2.skip_gain[...] = jnp.array(2.0)
+    branch = model.conv2(nnx.relu(model.conv1(nnx.relu(x))))
+    np.testing.assert_allclose(model(x), x + branch, atol=1e-5)
+    assert isinstance(model.conv2, nnx.Conv)
+
+
+@pytest.mark.parametrize("axis", [1, -1])
+def test_the_axis_of_what_is_left(axis):
+    class Branch(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            y = nn.BatchNorm(False, axis=axis, name="bn1")(nn.Dense(3, use_bias=False)(x))
+            return x + nn.BatchNorm(False, name="bn2")(nn.Dense(3)(y))
+
+    x = jnp.ones((2, 4, 3))
+    model, _ = less_bn(Branch(), x, keep="none")
+    variables = model.init(jax.random.key(0), x)
+    assert sorted(variables["params"]) == ["Dense_0", "Dense_1", "bn1"]
+    bias = jnp.arange(x.shape[axis], dtype=jnp.float32)
+    variables["params"]["bn1"]["bias"] = bias
+    p = variables["params"]
+    y = x @ p["Dense_0"]["kernel"] + bias.reshape((1, -1, 1) if axis == 1 else (1, 1, -1))
+    np.testing.assert_allclose(model.apply(variables, x), x + y @ p["Dense_1"]["kernel"], atol=1e-5)
+
+
 class Block(nnx.Module):
     """Norms behind convolutions; ``twice`` calls the whole branch a second time."""
 

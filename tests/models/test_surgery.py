@@ -208,6 +208,34 @@ def test_linen_module_keeps_its_face():
         rewrite(model.bind(variables), rules)
 
 
+class SetUp(nn.Module):
+    """Modules made in setup, in a list and under names."""
+
+    def setup(self):
+        self.blocks = [LinenBlock(), LinenBlock()]
+        self.head = nn.Dense(2)
+
+    def __call__(self, x, train=True):
+        return self.head(self.features(x, train))
+
+    def features(self, x, train=True):
+        for block in self.blocks:
+            x = block(x, train)
+        return x
+
+
+def test_linen_modules_made_in_setup():
+    model = rewrite(SetUp(), [Rule("blocks_1/BatchNorm_0", nn.BatchNorm, Drop())])
+    variables = jax.eval_shape(model.init, jax.random.key(0), X)
+    assert list(variables["batch_stats"]) == ["blocks_0"]
+    assert sorted(variables["params"]) == ["blocks_0", "blocks_1", "head"]
+    out = jax.eval_shape(
+        lambda v: model.apply(v, X, False, method=SetUp.features, mutable=["batch_stats"]),
+        variables,
+    )
+    assert out[0].shape == X.shape
+
+
 def test_linen_rules_of_a_larger_module_see_what_inner_ones_left():
     inner = rewrite(Net("plain"), [Rule("block/BatchNorm_0", nn.BatchNorm, Drop())])
     larger = nn.Sequential([inner])
