@@ -97,7 +97,8 @@ def evaluation(x: jax.Array, rounds: int) -> dict[str, Any]:
     results = _measure.interleaved(
         {"with norms": lambda: plain(variables, x), "folded": lambda: fast(values, x)},
         repeats=rounds,
-        number=5,
+        number=15,
+        alternate=True,
     )
     print(_measure.ratio_line(results, "folded", "with norms"))
     costs = {
@@ -122,7 +123,7 @@ def main() -> None:
         step, arguments = step_of(settings, x, y)
         costs[name] = _measure.compiled_cost(step, *arguments)
         candidates[name] = runner(step, arguments)
-    results = _measure.interleaved(candidates, repeats=asked.rounds)
+    results = _measure.interleaved(candidates, repeats=asked.rounds, number=3, alternate=True)
     for name in ARMS:
         print(_measure.ratio_line(results, name, "all"))
     shown(costs, "all")

@@ -83,8 +83,8 @@ def _dense(graph: LayerGraph, parts: Sequence[int]) -> list[Branch]:
         return []
     bits = own[grown[0]]
     norms = graph.layers("batch_norm", bits)
-    layers = [i for i in graph.layers(None, bits) if graph.nodes[i].call is not None]
-    kinds = [_call(graph, i).kind for i in layers]
+    layers = graph.layers(None, bits)
+    kinds = [graph.call(i).kind for i in layers]
     # Exactly this order: the branch of a U-net, which also ends at a concatenation, is no such.
     if kinds != ["batch_norm", "weight"] * 2 or not _in_a_row(graph, layers, norms):
         return []
@@ -129,7 +129,7 @@ def _fate(graph: LayerGraph, norm: int, norms: Sequence[int], branch: Branch) ->
         what = "addition" if branch.kind == "residual" else "concatenation"
         return Fate(False, f"the last of its branch before the {what}", branch)
     why = "an earlier one of its branch" if branch.kind == "residual" else "after the concatenation"
-    return Fate(True, f"{why}; {_call(graph, later[-1]).path} stays", branch)
+    return Fate(True, f"{why}; {graph.call(later[-1]).path} stays", branch)
 
 
 def _inverted(graph: LayerGraph) -> tuple[list[int], list[int]]:
@@ -142,10 +142,10 @@ def _inverted(graph: LayerGraph) -> tuple[list[int], list[int]]:
     middle, around = [], []
     for norm in graph.layers("batch_norm"):
         deep = layer_ahead(graph, norm)
-        if deep is None or not _depthwise(_call(graph, deep)):
+        if deep is None or not _depthwise(graph.call(deep)):
             continue
         up = graph.nearest(deep)
-        if len(up) != 1 or _call(graph, up[0]).kind != "batch_norm":
+        if len(up) != 1 or graph.call(up[0]).kind != "batch_norm":
             continue
         first = layer_ahead(graph, up[0])
         if first is None or _width(graph, first) <= 1:
@@ -153,9 +153,9 @@ def _inverted(graph: LayerGraph) -> tuple[list[int], list[int]]:
         last = [
             after
             for layer in graph.nearest(norm, down=True)
-            if _call(graph, layer).kind == "weight" and _width(graph, layer) < 1
+            if graph.call(layer).kind == "weight" and _width(graph, layer) < 1
             for after in graph.nearest(layer, down=True)
-            if layer_ahead(graph, after) == layer and _call(graph, after).kind == "batch_norm"
+            if layer_ahead(graph, after) == layer and graph.call(after).kind == "batch_norm"
         ]
         if last:
             middle.append(norm)
@@ -169,7 +169,7 @@ def _depthwise(call: LayerCall) -> bool:
 
 
 def _width(graph: LayerGraph, layer: int) -> float:
-    call = _call(graph, layer)
+    call = graph.call(layer)
     known = call.inputs and call.output and not _depthwise(call)
     return call.output[-1] / call.inputs[-1] if known else 1.0
 
@@ -178,14 +178,14 @@ def layer_ahead(graph: LayerGraph, node: int) -> int | None:
     """Return the layer with weights whose result a node gets as it is, or None."""
     found = graph.ahead(node)
     if len(found) == 1 and graph.nodes[found[0]].call is not None:
-        return found[0] if _call(graph, found[0]).kind == "weight" else None
+        return found[0] if graph.call(found[0]).kind == "weight" else None
     return None
 
 
 def needs_bias(graph: LayerGraph, norm: int) -> bool:
     """Say whether a norm is all that shifts what the layer ahead of it gives."""
     layer = layer_ahead(graph, norm)
-    return layer is not None and not has_bias(_call(graph, layer).layer)
+    return layer is not None and not has_bias(graph.call(layer).layer)
 
 
 # What may stand between the end of a branch and a factor 0 at its last layer, so that the factor
@@ -215,12 +215,6 @@ def gain_place(graph: LayerGraph, branch: Branch) -> int | None:
             found.append(at)
         elif graph.nodes[at].op in _KEEPS_SLOPE:
             queue += graph.nodes[at].inputs
-    norms = [i for i in found if _call(graph, i).kind == "batch_norm"]
-    layers = [i for i in found if _call(graph, i).kind == "weight"]
+    norms = [i for i in found if graph.call(i).kind == "batch_norm"]
+    layers = [i for i in found if graph.call(i).kind == "weight"]
     return next(iter([*norms, *layers]), None)
-
-
-def _call(graph: LayerGraph, node: int) -> LayerCall:
-    call = graph.nodes[node].call
-    assert call is not None
-    return call

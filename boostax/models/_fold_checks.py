@@ -7,7 +7,7 @@ from typing import Any
 import flax.linen as nn
 from flax import nnx
 
-from boostax.models._layer_graph import LayerCall, LayerGraph
+from boostax.models._layer_graph import LayerGraph
 from boostax.models._left_over import StandardizedKernel
 
 __all__ = ["foldable", "kernel_rank", "out_axis"]
@@ -22,13 +22,13 @@ def foldable(graph: LayerGraph) -> tuple[dict[str, str], dict[str, str]]:
     left = dict.fromkeys(graph.opaque, "inside a loop that can't be followed")
     calls: dict[str, list[int]] = {}
     for node in graph.layers():
-        calls.setdefault(_call(graph, node).path, []).append(node)
+        calls.setdefault(graph.call(node).path, []).append(node)
     for path, nodes in calls.items():
-        if _call(graph, nodes[0]).kind != "batch_norm":
+        if graph.call(nodes[0]).kind != "batch_norm":
             continue
         found = [_ahead(graph, node) for node in nodes]
         why = next((text for text in found if isinstance(text, str)), None)
-        layers = {_call(graph, at).path for at in found if isinstance(at, int)}
+        layers = {graph.call(at).path for at in found if isinstance(at, int)}
         if why is None and len(layers) > 1:
             why = f"shared, and behind several layers: {', '.join(sorted(layers))}"
         if why is not None:
@@ -44,7 +44,7 @@ def foldable(graph: LayerGraph) -> tuple[dict[str, str], dict[str, str]]:
 
 def _ahead(graph: LayerGraph, norm: int) -> int | str:
     """Return the layer that takes one call of a norm, or why there is none."""
-    call = _call(graph, norm)
+    call = graph.call(norm)
     if call.normalizes_batch:
         return "it takes the batch's statistics; call the model for evaluation, as with train=False"
     if not type(call.layer).__module__.startswith(("flax.", "boostax.")):
@@ -57,7 +57,7 @@ def _ahead(graph: LayerGraph, norm: int) -> int | str:
         return "nothing ahead of it"
     node = graph.nodes[found[0]]
     if node.call is None:
-        near = [_call(graph, n).path for n in graph.nearest(norm)]
+        near = [graph.call(n).path for n in graph.nearest(norm)]
         behind = f" between it and {', '.join(near)}" if near and node.op != "input" else ""
         return f"its input comes from {_word(node.op)}{behind}"
     layer = node.call
@@ -69,35 +69,14 @@ def _ahead(graph: LayerGraph, norm: int) -> int | str:
         return f"the kernel of {layer.path} is made by a {layer.made_by}"
     if isinstance(layer.layer.promote_dtype, StandardizedKernel):
         return f"the kernel of {layer.path} is standardised"
-    if _used(graph, found[0], norm):
+    if not graph.goes_only_to(found[0], {norm}, _CASTS):
         return f"what {layer.path} gives is used elsewhere too"
     return found[0]
-
-
-def _used(graph: LayerGraph, layer: int, norm: int) -> bool:
-    """Say whether a layer's result goes anywhere but into the norm."""
-    queue = [layer]
-    while queue:
-        at = queue.pop()
-        if at in graph.outputs:
-            return True
-        for user in graph.users[at]:
-            if graph.nodes[user].op in _CASTS:
-                queue.append(user)
-            elif user != norm:
-                return True
-    return False
 
 
 def _word(op: str) -> str:
     words = {"input": "the model's input", "add": "an addition", "max": "a maximum, such as ReLU,"}
     return words.get(op, f"the operation {op!r}")
-
-
-def _call(graph: LayerGraph, node: int) -> LayerCall:
-    call = graph.nodes[node].call
-    assert call is not None
-    return call
 
 
 def out_axis(layer: Any) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from boostax import _compat
@@ -88,7 +88,7 @@ class LayerGraph:
             if among >> i & 1
         )
 
-    def ahead(self, node: int, through: frozenset[str] | set[str] = TRANSPARENT) -> list[int]:
+    def ahead(self, node: int, through: Set[str] = frozenset(TRANSPARENT)) -> list[int]:
         """Return the nodes that feed this one directly, or through some operations only."""
         found: list[int] = []
         queue = list(self.nodes[node].inputs)
@@ -99,6 +99,28 @@ class LayerGraph:
             elif at not in found:
                 found.append(at)
         return found
+
+    def call(self, node: int) -> LayerCall:
+        """Return the call of a layer's node."""
+        call = self.nodes[node].call
+        assert call is not None
+        return call
+
+    def goes_only_to(
+        self, node: int, users: Set[int], through: Set[str] = frozenset(TRANSPARENT)
+    ) -> bool:
+        """Say whether a value goes nowhere but to some nodes, directly or through operations."""
+        queue = [node]
+        while queue:
+            at = queue.pop()
+            if at in self.outputs:
+                return False
+            for user in self.users[at]:
+                if self.nodes[user].op in through:
+                    queue.append(user)
+                elif user not in users:
+                    return False
+        return True
 
     def nearest(self, node: int, *, down: bool = False) -> list[int]:
         """Return the next layers up (or down) from a node, whatever operations lie between."""

@@ -64,6 +64,11 @@ def marked_jaxpr(
     method: str | None = None,
 ) -> tuple[Any, int, list[LayerCall]]:
     """Return a model's jaxpr with marks, the number of its inputs, and the marked calls."""
+    if not args and not kwargs:
+        raise TypeError(
+            "example inputs are missing: the model is traced, so give what it can be called with, as in "
+            "less_bn(model, images)"
+        )
     calls: list[LayerCall] = []
     make: Any = _nnx_call if isinstance(model, nnx.Module) else _linen_call
     arrays, state, call = make(model, args, kwargs, rngs, method, calls)

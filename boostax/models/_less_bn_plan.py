@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,45 +38,50 @@ class Plan:
         bias: Any,
         compensation: Any,
     ) -> None:
+        self.graph, self.fates = graph, fates
+        self.bias, self.compensation = bias, compensation
         self.linen: list[Rule] = []
         self.nnx: dict[str, Any] = {}
         self.changes: list[Change] = []
         self.left: list[tuple[str, str]] = []
         self.notes: list[str] = []
-        going = {norm for norm, fate in fates.items() if fate.goes}
-        by_path: dict[str, list[int]] = {}
-        for norm in graph.layers():
-            call = graph.nodes[norm].call
-            assert call is not None
-            by_path.setdefault(call.path, []).append(norm)
-        kernels: dict[str, tuple[int, str]] = {}
-        for path, nodes in by_path.items():
-            call = graph.nodes[nodes[0]].call
-            assert call is not None
-            norms = [n for n in nodes if n in fates]
-            gain = any(n in gains for n in nodes)
-            if norms and not going.issuperset(nodes):
-                stays = next(fates[n] for n in nodes if n not in going)
-                shared = "shared, and another of its calls is: " if going & set(nodes) else ""
-                self.left.append((path, shared + stays.why))
-            elif norms:
-                kept = LeftOver(bias=self._bias(graph, nodes, call.layer, bias), skip_gain=gain)
-                if compensation == "scaled_ws":
-                    kept = self._scaled(graph, path, nodes, going, kept, kernels)
-                change = Change(path, call.type, str(kept), fates[norms[0]].why)
-                self._put(change, call.layer, left_over(kept), kept)
-            elif gain:
-                why = next(gains[n] for n in nodes if n in gains)
-                change = Change(path, call.type, f"{call.type} and skip_gain", why)
+        # Layers whose kernels are to be standardised: path -> a call, and the norm behind it.
+        self.kernels: dict[str, tuple[int, str]] = {}
+        self.going = {norm for norm, fate in fates.items() if fate.goes}
+        calls: dict[str, list[int]] = {}
+        for node in graph.layers():
+            calls.setdefault(graph.call(node).path, []).append(node)
+        for path, nodes in calls.items():
+            gain = next((gains[n] for n in nodes if n in gains), None)
+            if nodes[0] in fates:
+                self._norm(path, nodes, gain)
+            elif gain is not None:
+                call = graph.call(nodes[0])
+                change = Change(path, call.type, f"{call.type} and skip_gain", gain)
                 self._put(change, call.layer, gained, SkipGain())
-        for path, (layer, ahead_of) in kernels.items():
+        for path, (layer, norm) in self.kernels.items():
             name, factor = activation_gain(graph, layer)
-            call = graph.nodes[layer].call
-            assert call is not None
+            call = graph.call(layer)
             after = f"{call.type}, kernel standardised"
-            why = f"ahead of {ahead_of}; gain {factor:.4g} (activation: {name})"
+            why = f"ahead of {norm}; gain {factor:.4g} (activation: {name})"
             change = Change(path, call.type, after, why)
             self._put(change, call.layer, standardized(factor), Standardized(factor))
+
+    def _norm(self, path: str, nodes: Sequence[int], gain: str | None) -> None:
+        staying = [n for n in nodes if n not in self.going]
+        if staying:
+            shared = "shared, and another of its calls is: " if len(staying) < len(nodes) else ""
+            self.left.append((path, shared + self.fates[staying[0]].why))
+            return
+        call = self.graph.call(nodes[0])
+        wanted = self.bias
+        if wanted == "auto":
+            wanted = any(needs_bias(self.graph, n) for n in nodes)
+        kept = LeftOver(bias=bool(wanted and call.layer.use_bias), skip_gain=gain is not None)
+        if self.compensation == "scaled_ws" and self._standardizes(path, nodes):
+            kept = dataclasses.replace(kept, scale=call.layer.use_scale)
+        change = Change(path, call.type, str(kept), self.fates[nodes[0]].why)
+        self._put(change, call.layer, left_over(kept), kept)
 
     def _put(self, change: Change, layer: Any, make: Any, run: Any) -> None:
         self.changes.append(change)
@@ -84,35 +90,21 @@ class Plan:
         else:
             self.linen.append(Rule(change.path, type(layer), run))
 
-    def _bias(self, graph: LayerGraph, nodes: Sequence[int], layer: Any, bias: Any) -> bool:
-        wanted = any(needs_bias(graph, n) for n in nodes) if bias == "auto" else bias
-        return bool(wanted and layer.use_bias)
-
-    def _scaled(
-        self,
-        graph: LayerGraph,
-        path: str,
-        nodes: Sequence[int],
-        going: set[int],
-        kept: LeftOver,
-        kernels: dict[str, tuple[int, str]],
-    ) -> LeftOver:
-        ahead = {n: layer_ahead(graph, n) for n in nodes}
-        for layer in ahead.values():
-            call = None if layer is None else graph.nodes[layer].call
-            if layer is None or call is None or not can_change(call):
+    def _standardizes(self, path: str, nodes: Sequence[int]) -> bool:
+        """Note the kernels ahead of a norm; say whether they can be standardised."""
+        found = {}
+        for node in nodes:
+            layer = layer_ahead(self.graph, node)
+            if layer is None or not can_change(self.graph.call(layer)):
                 self.notes.append(f"{path}: no layer ahead whose kernel could be standardised")
-                return kept
-            others = [u for u in graph.users[layer] if u not in going]
-            if others:
-                self.notes.append(
-                    f"{path}: what {call.path} gives is used elsewhere too, kernel left"
-                )
-                return kept
-            kernels[call.path] = (layer, path)
-        norm = graph.nodes[nodes[0]].call
-        assert norm is not None
-        return LeftOver(norm.layer.use_scale, kept.bias, kept.skip_gain)
+                return False
+            ahead = self.graph.call(layer).path
+            if not self.graph.goes_only_to(layer, self.going):
+                self.notes.append(f"{path}: what {ahead} gives is used elsewhere too, kernel left")
+                return False
+            found[ahead] = (layer, path)
+        self.kernels |= found
+        return True
 
     def apply(self, model: Any) -> Any:
         """Return the rewritten model."""

@@ -65,8 +65,8 @@ def fold_batch_norm(
 
     Raises:
       ValueError: no norm can be folded; the message says why for each.
-      TypeError: ``model`` is neither a linen nor an nnx module, ``variables`` does not fit it, or there
-        are no arrays.
+      TypeError: ``model`` is neither a linen nor an nnx module, ``variables`` does not fit it, or
+        there are no arrays or no example inputs.
 
     Example:
       >>> import jax, jax.numpy as jnp

@@ -93,7 +93,7 @@ def less_bn(
     Raises:
       ValueError: no batch norm is to go (the message lists the layers that were looked at), a
         pattern matches none, or an argument is out of range.
-      TypeError: ``model`` is neither a linen nor an nnx module.
+      TypeError: ``model`` is neither a linen nor an nnx module, or there are no example inputs.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -173,7 +173,7 @@ def _gone(fate: Fate) -> Fate:
 
 
 def _by_pattern(graph: LayerGraph, patterns: Sequence[PathPattern]) -> dict[int, Fate]:
-    norms = {n: graph.nodes[n].call.path for n in graph.layers("batch_norm")}  # pyright: ignore
+    norms = {n: graph.call(n).path for n in graph.layers("batch_norm")}
     for pattern in patterns:
         if not any(matches(pattern, path) for path in norms.values()):
             hint = did_you_mean(pattern, norms.values()) if isinstance(pattern, str) else ""
@@ -195,9 +195,9 @@ def _skip_init(
         if branch is None or branch.kind != "residual":
             continue
         place = gain_place(graph, branch)
-        call = None if place is None else graph.nodes[place].call
+        call = None if place is None else graph.call(place)
         if place is None or call is None or not (call.kind == "batch_norm" or can_change(call)):
-            last = [graph.nodes[n].call.path for n, f in fates.items() if f.branch == branch]  # pyright: ignore
+            last = [graph.call(n).path for n, f in fates.items() if f.branch == branch]
             notes.append(
                 f"the branch of {last[-1]} keeps it: its end has no layer whose result could be scaled "
                 "by 0 and still learn"

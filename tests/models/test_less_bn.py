@@ -271,6 +271,8 @@ def test_arguments_out_of_range(argument, value, text):
 def test_what_is_no_model_is_refused():
     with pytest.raises(TypeError, match="model must be a linen or nnx module, got function"):
         less_bn(lambda x: x, F)
+    with pytest.raises(TypeError, match="example inputs are missing"):
+        less_bn(Twin())
 
 
 def by_hand(params, x, *, bn1):
@@ -327,6 +329,24 @@ def test_scaled_ws(image):
     _, expected = by_hand(standardized, image, bn1=nn.gelu)
     out, _ = model.apply(variables, image, mutable=["batch_stats"])
     np.testing.assert_allclose(out, expected, atol=2e-5)
+
+
+def test_scaled_ws_through_casts_and_where_it_can_t():
+    _, report = less_bn(Hidden("cast"), F, compensation="scaled_ws")
+    assert [c.path for c in report.changes] == ["bn1", "conv1"]
+    _, report = less_bn(PreActivation(project=False), F, compensation="scaled_ws")
+    assert report.notes == ("bn1: no layer ahead whose kernel could be standardised",)
+
+    class Twofold(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            y = nn.Dense(4, name="dense")(x)
+            y = nn.BatchNorm(False, name="bn1")(y) * nn.sigmoid(y)
+            return x + nn.BatchNorm(False, name="bn2")(nn.Dense(4)(y))
+
+    _, report = less_bn(Twofold(), F, compensation="scaled_ws")
+    assert [(c.path, c.after) for c in report.changes] == [("bn1", "nothing")]
+    assert report.notes == ("bn1: what dense gives is used elsewhere too, kernel left",)
 
 
 def test_scaled_ws_knows_the_activation_ahead():
