@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import pathlib
 import time
+import zipfile
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from boostax._tree import matches
 from boostax.errors import ConfigError
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["dim_reduce_part", "steps_of"]
 
 _POLL_SECONDS = 0.1
+# A file that is not whole and was left alone for so long is a broken one.
+_STILL_SECONDS = 10.0
 
 
 def dim_reduce_part(config: BoostConfig, params: Any) -> Any:
@@ -87,21 +92,35 @@ def _write(file: pathlib.Path, basis: TrajectoryBasis) -> None:
 
 
 def _wait_for(file: pathlib.Path, timeout: int) -> None:
-    """Wait until the file is there and, where it came meanwhile, no longer grows."""
+    """Wait until the file is there, and whole as far as its own header tells."""
     end = time.monotonic() + timeout
-    size, waited = -1, False
-    while True:
-        now = file.stat().st_size if file.is_file() else -1
-        if now >= 0 and (not waited or now == size):
-            return
+    while not (file.exists() and _is_whole(file)):
         if time.monotonic() > end:
+            there = "is not whole" if file.exists() else "is not there"
             raise TimeoutError(
-                f"dim_reduce.pca_mat_path: there is no {file} after {timeout} seconds (dim_reduce."
-                "timeout); write it there (boostax basis, TrajectoryBasis.save), or set "
-                "dim_reduce.weight_load_dir to the snapshots' folder"
+                f"dim_reduce.pca_mat_path: {file} {there} after {timeout} seconds (dim_reduce.timeout); "
+                "write it there (boostax basis, TrajectoryBasis.save), or set dim_reduce."
+                "weight_load_dir to the snapshots' folder"
             )
-        size, waited = now, True
         time.sleep(_POLL_SECONDS)
+
+
+def _is_whole(file: pathlib.Path) -> bool:
+    """Whether nothing more is to be waited for: the file is whole, or nobody has written for a while."""
+    if not file.is_file() or time.time() - file.stat().st_mtime > _STILL_SECONDS:
+        return True
+    if file.suffix == ".npz":
+        return zipfile.is_zipfile(file)  # its table of contents is written last
+    try:
+        with file.open("rb") as opened:
+            version = np.lib.format.read_magic(opened)
+            read = np.lib.format.read_array_header_1_0
+            if version != (1, 0):
+                read = np.lib.format.read_array_header_2_0
+            shape, _, dtype = read(opened)
+            return file.stat().st_size >= opened.tell() + math.prod(shape) * dtype.itemsize
+    except ValueError:
+        return False
 
 
 def _read(section: DimReduce, file: pathlib.Path, params: Any) -> TrajectoryBasis:

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from boostax.config import BoostConfig
 
-__all__ = ["EXCLUSIONS", "LINE_SEARCHES", "NEEDS_VALUE", "NORMALISES", "WINDOWS", "Exclusion"]
+__all__ = [
+    "AROUND_A_SEARCH",
+    "EXCLUSIONS",
+    "LINE_SEARCHES",
+    "NEEDS_VALUE",
+    "NORMALISES",
+    "WINDOWS",
+    "Exclusion",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +44,16 @@ LINE_SEARCHES = frozenset(
 )
 # A base optimizer that updates only once in several calls by itself.
 WINDOWS = frozenset({"MultiSteps", "accumulate"})
+# What may not be around dim_reduce in a chain of the user's own, and why.
+_MOVES = "moves the parameters by itself, away from the point that its line search accepted"
+_PARTS = (
+    "gives it some of the leaves, and its trials would not know where the others go; leave leaves out "
+    "with exclude= of trajectory_basis"
+)
+AROUND_A_SEARCH = {
+    **dict.fromkeys(("lookahead", "schedule_free", "mechanize", "sam", "local_steps"), _MOVES),
+    **dict.fromkeys(("masked", "partition", "multi_transform", "freeze"), _PARTS),
+}
 # What exchanges between devices by itself.
 _EXCHANGES = frozenset({"adasum", "all_reduce", "local_steps"})
 # Parts of optax whose step is as long as the loss over the gradient's norm says.

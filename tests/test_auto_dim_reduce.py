@@ -1,5 +1,6 @@
 """AutoBoost with dim_reduce: where its basis comes from, and what it takes the place of."""
 
+import os
 import threading
 
 import jax
@@ -131,8 +132,23 @@ def test_it_waits_for_the_file(basis, params, tmp_path):
     same_as(basis, boosted({"pca_mat_path": str(path), "timeout": 60}), params)
     writes.join()
     missing = tmp_path / "never.npz"
-    with pytest.raises(TimeoutError, match=r"never.npz after 1 seconds .*weight_load_dir"):
+    with pytest.raises(TimeoutError, match=r"never.npz is not there after 1 seconds .*load_dir"):
         boosted({"pca_mat_path": str(missing), "timeout": 1}).optimizer(None, params)
+
+
+@pytest.mark.parametrize("suffix", ["npy", "npz"])
+def test_it_waits_for_a_writer_that_pauses_in_the_middle(basis, params, tmp_path, suffix):
+    whole, path = tmp_path / f"whole.{suffix}", tmp_path / f"basis.{suffix}"
+    np.save(whole, basis.to_array()) if suffix == "npy" else basis.save(whole)
+    data = whole.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+    boost = boosted({"pca_mat_path": str(path), "timeout": 1})
+    with pytest.raises(TimeoutError, match=f"basis.{suffix} is not whole after 1 seconds"):
+        boost.optimizer(None, params)
+    writes = threading.Timer(0.4, path.write_bytes, [data])
+    writes.start()
+    same_as(basis, boosted({"pca_mat_path": str(path), "timeout": 60}), params)
+    writes.join()
 
 
 def test_excluded_leaves_and_dtypes(snapshots, params, tmp_path):
@@ -164,6 +180,7 @@ def test_an_nnx_model(tmp_path):
         ({"exclude": ["bias"]}, "exclude names bias, which the basis"),
         ({"pca_mat_path": "pca.npy", "n_components": 2}, "3 rows, expected k = 2"),
         ({"pca_mat_path": "broken.npz"}, "broken.npz"),
+        ({"pca_mat_path": "folder.npz"}, "folder.npz"),
         ({"pca_mat_path": None, "weight_load_dir": "nowhere"}, "there is no folder"),
         ({"pca_mat_path": "new.npy", "weight_load_dir": "weights"}, "ends with .npz"),
     ],
@@ -171,7 +188,9 @@ def test_an_nnx_model(tmp_path):
 def test_files_that_do_not_fit(section, message, snapshots, basis, params, tmp_path):
     basis.save(tmp_path / "basis.npz")
     np.save(tmp_path / "pca.npy", basis.to_array())
+    (tmp_path / "folder.npz").mkdir()
     (tmp_path / "broken.npz").write_bytes(b"PK nothing")
+    os.utime(tmp_path / "broken.npz", (0, 0))  # nobody is still writing it
     with boostax.SnapshotWriter(tmp_path / "weights") as writer:
         for tree in snapshots:
             writer.write(tree)

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="JSON",
         help="boostax configs, one an arm; the first is the plain arm that the others are held "
-        "against ({} will do); default: the five of the digits, with no more groups of layers than "
+        "against ({} will do); default: the six of the digits, with no more groups of layers than "
         "the model has",
     )
     parser.add_argument(

@@ -21,7 +21,7 @@ from boostax.training._describe_scaling import (
     scale_groups,
     scaling_words,
 )
-from boostax.training.metrics import OF_FREEZING, OF_SCALING
+from boostax.training.metrics import OF_DIM_REDUCE, OF_FREEZING, OF_SCALING
 
 __all__ = [
     "Cost",
@@ -241,9 +241,11 @@ def plain_step(step: Any) -> Any:
     if replicas is not None:
         exchange = "tx" if _info.exchanged_axes(tx) else "step"
         replicas = dataclasses.replace(replicas, exchange=exchange)
+    searches = _info.find(tx, "dim_reduce") is not None
+    boosted = (*OF_FREEZING, *OF_SCALING, *(() if searches else OF_DIM_REDUCE))
     settings = dataclasses.replace(
         step.settings,
-        metrics=tuple(m for m in step.settings.metrics if m not in (*OF_FREEZING, *OF_SCALING)),
+        metrics=tuple(m for m in step.settings.metrics if m not in boosted),
         freezing=None,
         layers=None if _info.find(tx, "scale_by_thor") is None else step.settings.layers,
         microbatch=1,

@@ -5,8 +5,9 @@ With b_i the statistics of batch i and w_i its weight::
     mean = sum_i w_i mean(b_i) / sum_i w_i
     var  = sum_i w_i (var(b_i) + (mean(b_i) - mean)^2) / sum_i w_i
 
-which are those of all the batches as one. A layer with the momentum m on the old value, which starts
-from statistics of zero, leaves ``(1 - m) b_i`` behind, so that b_i can be told from it.
+A layer with the momentum m on the old value, which starts from statistics of zero, leaves
+``(1 - m) b_i`` behind, so that b_i can be told from it. Which layers take statistics, and that each does
+so once in a forward pass, is seen by starting the first batch from other values.
 """
 
 from __future__ import annotations
@@ -56,9 +57,11 @@ def refresh_batch_statistics(
         \mu = \frac{\sum_i w_i \mu_i}{\sum_i w_i}, \qquad
         \sigma^2 = \frac{\sum_i w_i \left(\sigma_i^2 + (\mu_i - \mu)^2\right)}{\sum_i w_i}
 
-    over the batches i with their weights: what one batch of all the data would give, not a running
-    average. Needed where parameters were moved without their statistics: a mean of several
-    parameters, a start point of a :class:`boostax.TrajectoryBasis`, another model's parameters.
+    over the batches i with their weights: not a running average, but what one batch of all the data
+    would give. (Behind another batch norm that is so but for the normalisation ahead, which is each
+    batch's own, as in training.) Needed where parameters were moved without their statistics: a mean
+    of several parameters, a start point of a :class:`boostax.TrajectoryBasis`, another model's
+    parameters.
 
     Args:
       loss_fn: the loss, by the contract of :func:`boostax.train_step`; it must run the model as in
@@ -80,8 +83,8 @@ def refresh_batch_statistics(
     Raises:
       TypeError: an argument has a wrong type, or the nnx model is missing.
       ValueError: there is no batch, or no weight in all of them; the model has no batch statistics, or
-        ``loss_fn`` leaves them as they are; a layer's momentum is not known; the new statistics are not
-        finite.
+        ``loss_fn`` leaves them as they are; a layer takes them more than once in a forward pass; its
+        momentum is not known; the new statistics are not finite.
 
     Example:
       >>> import jax.numpy as jnp, boostax
@@ -108,24 +111,31 @@ def refresh_batch_statistics(
             "holds them: the train state, the nnx model, or model_state="
         )
     window, moving, momenta, state = init_window(start), (), None, start
+    weigh = jax.jit(lambda *arguments: forward(*arguments)[0])
 
     @jax.jit
     def add(params: Any, window: Any, state: Any, batch: Any, rng: Any) -> tuple[Any, Any]:
         weight, after = forward(params, state, batch, rng)
         return add_micro(window, state, after, weight), thread(state, after)
 
-    for number, batch in enumerate(batches):
-        key = forward.key(number)
+    count = -1
+    for count, batch in enumerate(_checked(batches)):
+        key = forward.key(count)
         if momenta is None:
+            if not float(weigh(forward.params, start, batch, key)) > 0:
+                continue  # nothing can be learned from it, and it may hold anything
             moving = _moving(forward, start, batch, key)
             momenta = _momenta(forward, start, moving, batch, key, batch_norm_momentum)
+            _check_once(forward, start, moving, momenta, batch, key)
             # Layers that use what they have, frozen ones, must find it.
-            state = _changed(start, moving, lambda leaf, _: jnp.zeros_like(leaf))
+            state = _filled(start, moving, 0.0)
         window, state = add(forward.params, window, state, batch, key)
     if momenta is None:
-        raise ValueError(f"{_NAME}: batches is empty; give at least one batch")
-    if not float(window.weight) > 0:
-        raise ValueError(f"{_NAME}: the weight of all batches together is {float(window.weight):g}")
+        raise ValueError(
+            f"{_NAME}: batches is empty; give at least one batch"
+            if count < 0
+            else f"{_NAME}: the weight of all batches together is 0"
+        )
     pooled = close_window(window, state, momenta)
     # A layer that holds its statistics has spread none, so that they came back as they were.
     new = _changed(pooled, moving, lambda leaf, i: (leaf / (1 - momenta[i])).astype(leaf.dtype))
@@ -182,6 +192,7 @@ class _Forward:
                 "model_state={'batch_stats': ...}"
             )
         self.params, self.start = params, model_state
+        self.compiled = jax.jit(self.__call__)
         self._loss_fn, self._has_aux = loss_fn, has_aux
 
     def __call__(self, params: Any, state: Any, batch: Any, rng: Any) -> tuple[jax.Array, Any]:
@@ -233,22 +244,73 @@ def _moving(forward: _Forward, start: Any, batch: Any, rng: Any) -> tuple[int, .
     """Return which pairs of statistics the forward pass changes, by their places.
 
     Raises:
-      ValueError: none.
+      ValueError: none, or the new ones are not finite.
     """
-    _, after = jax.jit(forward.__call__)(forward.params, start, batch, rng)
-    old, new = flatten_statistics(start), flatten_statistics(after)
-    moving = tuple(
-        place
-        for place, (_, *indices) in enumerate(old.pairs)
-        if any(not np.array_equal(old.leaves[i], new.leaves[i]) for i in indices)
-    )
-    if not moving:
+    places = tuple(range(len(flatten_statistics(start).pairs)))
+    held = set(places)
+    # One start alone may be what a layer would come to anyway.
+    for value in (0.0, 1.0):
+        filled = _filled(start, places, value)
+        old = flatten_statistics(filled)
+        new = flatten_statistics(_after(forward, filled, batch, rng))
+        for place in places:
+            pairs = [(old.leaves[i], new.leaves[i]) for i in old.pairs[place][1:]]
+            if not all(np.array_equal(a, b) for a, b in pairs):
+                held.discard(place)
+    if len(held) == len(places):
         raise ValueError(
             f"{_NAME}: loss_fn leaves the batch statistics as they are; run the model as in training "
             "(use_running_average=False; linen: mutable=['batch_stats'], and return "
-            "LossAux(model_state=...))"
+            "LossAux(model_state=...)), with layers whose momentum is below 1"
         )
-    return moving
+    return tuple(place for place in places if place not in held)
+
+
+def _check_once(
+    forward: _Forward,
+    start: Any,
+    moving: tuple[int, ...],
+    momenta: tuple[float, ...],
+    batch: Any,
+    rng: Any,
+) -> None:
+    """Raise where a layer keeps another part of its old statistics than its momentum says."""
+    ends = [
+        flatten_statistics(_after(forward, _filled(start, moving, value), batch, rng))
+        for value in (0.0, 1.0)
+    ]
+    for place in moving:
+        path, at, _ = ends[0].pairs[place]
+        low, high = (np.asarray(end.leaves[at], np.float64) for end in ends)
+        if not np.all(np.isfinite(low)):
+            raise ValueError(_not_finite(path, "mean"))
+        kept, momentum = float(np.max(high - low)), momenta[place]
+        # The mean itself is lost in what rounding leaves of a difference.
+        noise = 1e-6 * float(np.max(np.abs(low))) + 1e-2 * (1 - momentum)
+        if abs(kept - momentum) > noise:
+            raise ValueError(
+                f"{_NAME}: a forward pass keeps {kept:.4g} of the old statistics of {path!r}, whose "
+                f"momentum is {momentum:g}: it runs more than once in a pass, so that its uses can't be "
+                "told apart, or the momentum is another (batch_norm_momentum=)"
+            )
+
+
+def _after(forward: _Forward, state: Any, batch: Any, rng: Any) -> Any:
+    return forward.compiled(forward.params, state, batch, rng)[1]
+
+
+def _filled(model_state: Any, places: tuple[int, ...], value: float) -> Any:
+    """Return the model state with the statistics of some pairs all of one value."""
+    return _changed(model_state, places, lambda leaf, _: jnp.full_like(leaf, value))
+
+
+def _checked(batches: Iterable[Any]) -> Iterable[Any]:
+    if isinstance(batches, dict) or hasattr(batches, "shape") or not hasattr(batches, "__iter__"):
+        raise TypeError(
+            f"{_NAME}: batches must be an iterable of batches, got {type(batches).__name__}; write "
+            "[batch] for a single one"
+        )
+    return batches
 
 
 def _momenta(
@@ -294,7 +356,8 @@ def _check_finite(model_state: Any) -> None:
     for path, mean, var in flat.pairs:
         for name, index in (("mean", mean), ("var", var)):
             if not np.all(np.isfinite(np.asarray(flat.leaves[index], np.float64))):
-                raise ValueError(
-                    f"{_NAME}: the new {name} of {path!r} is not finite; look at the batches and at "
-                    "the parameters"
-                )
+                raise ValueError(_not_finite(path, name))
+
+
+def _not_finite(path: str, name: str) -> str:
+    return f"{_NAME}: the new {name} of {path!r} is not finite; look at batches and parameters"

@@ -18,6 +18,7 @@ from boostax.training._replicas import Replicas
 from boostax.training._replicas import data_axes as find_data_axes
 from boostax.training._scaling import check_scaling
 from boostax.training._settings import Settings
+from boostax.training._terminal import check_terminal
 from boostax.training._train_step import TrainStep
 from boostax.training.contract import declared_keywords
 from boostax.training.metrics import check_metrics
@@ -165,6 +166,7 @@ def train_step(
     ):
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be a bool, got {value!r}")
+    check_terminal(tx)
     freezing = _check_freezing(tx, freezing)
     layers = _check_layers(tx, layers)
     scaling = check_scaling(loss_scale)

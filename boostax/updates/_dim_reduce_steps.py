@@ -77,9 +77,9 @@ def default(
     searched = (status == FAILED) | (status == UPHILL)
     failures = jnp.where(ok, 0, state.failures + searched.astype(jnp.int32))
     reset = searched & (failures >= settings.reset_after)
-    metric = jnp.where(ok, metric, state.metric)
+    tried, metric = metric, jnp.where(ok, metric, state.metric)
     new = state._replace(
-        metric=jnp.where(reset, jnp.eye(len(metric), dtype=metric.dtype), metric),
+        metric=jnp.where(reset, _fresh(settings, tried), metric),
         gradient=jnp.where(ok, gradient, state.gradient),
         step=jnp.where(ok, found.factor * direction, state.step),
         has_pair=ok | (state.has_pair & ~reset),
@@ -93,6 +93,15 @@ def default(
     )
     kept = [jnp.where(ok, a, b) for a, b in zip(momentum, problem.momentum, strict=True)]
     return updates, kept, new
+
+
+def _fresh(settings: Settings, metric: jax.Array) -> jax.Array:
+    """Return the identity; after a failure with a multiple of it, as much less as was tried."""
+    eye = jnp.eye(len(metric), dtype=metric.dtype)
+    shorter = metric * settings.rho ** (settings.max_backtracks + 1)
+    # Where even that is lost in rounding, the identity again.
+    usable = jnp.all(metric == metric[0, 0] * eye) & (shorter[0, 0] > 1e-30)
+    return jnp.where(usable, shorter, eye)
 
 
 def reference(

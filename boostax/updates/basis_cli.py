@@ -95,7 +95,7 @@ def _run(args: argparse.Namespace) -> int:
         basis.save(out)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    except PermissionError as error:
+    except OSError as error:
         raise ConfigError(f"{error.filename}: {error.strerror}") from None
     print(basis.describe())
     print(f"Basis: {out}")

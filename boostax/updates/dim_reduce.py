@@ -141,8 +141,9 @@ def dim_reduce(
         ``"default"``.
       curvature_tol: a pair is used where :math:`y^T s` is above this times :math:`|y| |s|`, >= 0 and
         < 1. Default 1e-4.
-      reset_after: after so many failed steps in a row, >= 1, :math:`B` is the identity again. Default
-        2.
+      reset_after: after so many failed steps in a row, >= 1, :math:`B` is the identity again; where it
+        was a multiple of the identity already, :math:`\rho^{b + 1}` times that with b =
+        ``max_backtracks``, so that the search goes on with shorter steps. Default 2.
       loss_scale: in ``mode="reference"``, what the gradients that arrive are multiplied by; its
         momentum keeps that. Default 1.0.
 
@@ -175,9 +176,11 @@ def dim_reduce(
       Can Be Trained in Tiny Subspaces", 2021.
 
     When not to use:
-      With small batches: the line search fits the batch that it sees. To save compute: it takes fewer
-      steps one after another, each with several losses of a large batch. Inside ``accumulate`` or
-      ``freeze``; use ``microbatch`` for batches that don't fit into memory.
+      With a loss that is a sum over a large batch, or scaled: :math:`B` starts as the identity, so
+      that the first step is the gradient itself. With small batches: the line search fits the batch
+      that it sees. To save compute: it takes fewer steps one after another, each with several losses
+      of a large batch. Inside ``accumulate`` or ``freeze``; use ``microbatch`` for batches that don't
+      fit into memory.
     """
     settings = make_settings(
         basis,

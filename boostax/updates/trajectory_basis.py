@@ -136,6 +136,8 @@ def trajectory_basis(
         else:
             found = _from_stream(reader, snapshots, int(max_held), int(k), center, wide)
     except RankError as error:
+        if reader.count == 0:
+            raise ValueError(f"{_NAME}: there are no snapshots") from None
         raise _rank_error(int(k), error.rank, reader.count, center) from None
     assert reader.layout is not None
     assert reader.like is not None
@@ -193,18 +195,24 @@ class _Reader:
             self.layout = layout_of(_NAME, self.like, self.exclude)
         return self._taken(str(file.path), named, again)
 
-    def _taken(self, name: str, named: dict[str, Any], again: bool = False) -> list[Any]:
+    def _taken(self, shown: str, named: dict[str, Any], again: bool = False) -> list[Any]:
         assert self.layout is not None
-        leaves = match(f"{_NAME}: {name}", named, self.layout)
+        leaves = match(f"{_NAME}: {shown}", named, self.layout)
         for path, leaf in zip(self.layout.covered_paths, leaves, strict=True):
             got = getattr(leaf, "dtype", type(leaf))
             if not jnp.issubdtype(got, jnp.floating) or not hasattr(leaf, "shape"):
                 raise ValueError(
-                    f"{_NAME}: {name}: the leaf {path} has dtype {got}, but is a floating-point array "
+                    f"{_NAME}: {shown}: the leaf {path} has dtype {got}, but is a floating-point array "
                     "in the others"
                 )
+        for path, dtype in zip(self.layout.paths, self.layout.dtypes, strict=True):
+            got = getattr(named.get(path), "dtype", jnp.int32)
+            if jnp.issubdtype(got, jnp.floating) and not jnp.issubdtype(dtype, jnp.floating):
+                raise ValueError(
+                    f"{_NAME}: {shown}: the leaf {path} has dtype {got}, but {dtype} in the first one"
+                )
         if not again:
-            check_finite(name, self.layout.covered_paths, leaves)
+            check_finite(shown, self.layout.covered_paths, leaves)
             self.count += 1
         if self.first is None:
             self.first = leaves

@@ -124,10 +124,42 @@ def test_batches_of_weight_0_and_padding_do_not_count():
         refresh_batch_statistics(weighted, variables["params"], batches[1:], model_state=stats)
 
 
+@pytest.mark.parametrize("momentum", [0.5, 0.9, 0.99])
+def test_a_second_time_and_a_start_that_is_right_already(momentum):
+    model = nnx.BatchNorm(1, momentum=momentum, rngs=nnx.Rngs(0))
+    first, second = jnp.array([[1.0], [3.0]]), jnp.array([[5.0], [7.0]])
+    for _ in range(3):
+        model = refresh_batch_statistics(loss_fn, model, [first])
+        close(model.mean.get_value(), [2.0])
+    model = refresh_batch_statistics(loss_fn, model, [first, second])
+    close(model.mean.get_value(), [4.0])
+    close(model.var.get_value(), [5.0])
+
+
+def test_a_layer_that_runs_twice_is_refused():
+    model = nnx.BatchNorm(3, momentum=0.9, rngs=nnx.Rngs(0))
+    twice = lambda model, x: jnp.mean(model(x) + model(x + 2))
+    with pytest.raises(ValueError, match=r"keeps 0.81 of the old .* momentum is 0.9: it runs more"):
+        refresh_batch_statistics(twice, model, [X])
+    with pytest.raises(ValueError, match=r"keeps 0.9 of the old .* momentum is 0.5"):
+        refresh_batch_statistics(loss_fn, model, [X], batch_norm_momentum=0.5)
+
+
+def test_a_first_batch_without_weight_may_hold_anything():
+    def weighted(model, batch):
+        return jnp.mean(model(batch["x"]) ** 2), boostax.LossAux(weight=batch["weight"])
+
+    batches = [{"x": X * np.nan, "weight": 0.0}, {"x": X, "weight": 1.0}]
+    new = refresh_batch_statistics(weighted, Net(), batches)
+    close(new.first.mean.get_value(), X.mean(0))
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
         ({"batches": []}, ValueError, "batches is empty"),
+        ({"batches": None}, TypeError, "an iterable of batches, got NoneType"),
+        ({"batches": X}, TypeError, "an iterable of batches, got ndarray"),
         ({"batches": [np.full((4, 3), np.inf, np.float32)]}, ValueError, "'first' is not finite"),
         ({"target": nnx.Linear(3, 2, rngs=nnx.Rngs(0))}, ValueError, "no batch statistics"),
         ({"target": LinenNet()}, TypeError, "linen module LinenNet"),

@@ -133,6 +133,31 @@ def test_failure_changes_nothing_and_resets():
     assert again.metric.tolist() == [[1.0, 0.0], [0.0, 1.0]]
     assert not again.has_pair
     assert_same_bits(again.momentum, state.momentum)
+    # The identity failed as well: from now on shorter steps are tried.
+    _, shorter = step(again)
+    np.testing.assert_allclose(shorter.metric, 0.55**3 * np.eye(2), rtol=1e-6)
+    _, shorter = step(shorter)
+    np.testing.assert_allclose(shorter.metric, 0.55**6 * np.eye(2), rtol=1e-6)
+
+
+def test_a_sum_over_many_examples_gets_there():
+    draw = np.random.default_rng(0)
+    x, w = draw.normal(size=(256, 4)).astype(np.float32), np.array([1.0, -2.0, 3.0, 0.5])
+    y = jnp.asarray(x @ w, jnp.float32)
+    loss = lambda p: 256.0 * jnp.sum((x @ p["w"] - y) ** 2)
+    tx = dim_reduce(basis_of(np.eye(4)), alpha=0.0)
+
+    @jax.jit
+    def step(params, state):
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, state = tx.update(grads, state, params, value=value, value_fn=loss)
+        return optax.apply_updates(params, updates), state
+
+    params = {"w": jnp.zeros(4)}
+    state = tx.init(params)
+    for _ in range(20):
+        params, state = step(params, state)
+    np.testing.assert_allclose(params["w"], w, rtol=1e-3)
 
 
 def test_a_direction_against_the_loss_is_not_tried():

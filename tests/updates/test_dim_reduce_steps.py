@@ -210,3 +210,20 @@ def test_nnx_with_batch_norm_and_dropout():
             np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
         else:
             assert_same_bits(got, expected)
+
+
+@pytest.mark.parametrize(
+    ("around", "message"),
+    [
+        (lambda tx: optax.chain(tx, optax.scale(3.0)), "scale stands behind dim_reduce"),
+        (lambda tx: optax.chain(optax.chain(tx), optax.ema(0.9)), "ema stands behind"),
+        (lambda tx: optax.MultiSteps(tx, 2), "MultiSteps around dim_reduce: a window"),
+        (lambda tx: optax.masked(tx, True), "masked around dim_reduce gives it some of the leaves"),
+        (lambda tx: optax.contrib.schedule_free(tx, 0.1), "schedule_free around dim_reduce moves"),
+    ],
+)
+def test_what_would_move_the_accepted_point_is_refused(around, message):
+    tx = boostax.dim_reduce(random_basis(plain.init()))
+    with pytest.raises(ValueError, match=message):
+        boostax.train_step(plain.loss, around(tx))
+    boostax.train_step(plain.loss, optax.chain(optax.clip(1.0), tx, optax.identity()))

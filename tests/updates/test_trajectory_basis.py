@@ -237,7 +237,7 @@ def test_snapshots_that_do_not_fit(change, text):
         (trees(9, rank=3, dtype=np.float64), 4, "k is 4, but the 9 snapshots have only 3"),
         (trees(9, rank=3), 6, "k is 6, but the 9"),
         ([], 1, "there are no snapshots"),
-        (iter([]), 1, "0 snapshots"),
+        (iter([]), 1, "there are no snapshots"),
         (trees(1)[0], 1, "a single dict"),
         (3, 1, "snapshots is a int"),
         ([{"w": np.zeros(2, np.int32)}] * 3, 1, "no floating-point leaf"),
@@ -694,3 +694,14 @@ def test_memory_stays_far_below_n_by_n():
     assert peak < 300e6  # n by n would be 4e12
     rows = basis.to_array().astype(np.float64)
     np.testing.assert_allclose(rows @ rows.T, np.eye(9), atol=1e-5)
+
+
+def test_an_integer_leaf_that_is_none_in_another_snapshot():
+    trees = [{"w": np.array([1.0, 2.0]), "n": np.array([1, 2])}]
+    trees.append({"w": np.array([2.0, 1.0]), "n": np.array([1.5, 2.0])})
+    with pytest.raises(
+        ValueError, match="snapshot 1: the leaf n has dtype float64, but int64 in the"
+    ):
+        trajectory_basis(trees, 1)
+    with pytest.raises(ValueError, match="there are no snapshots"):
+        trajectory_basis(iter([]), 1)
