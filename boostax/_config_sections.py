@@ -294,6 +294,11 @@ class Compare(Section):
     learning_rate: OptionalPositive = Field(
         default=None, description="The arm's learning rate; default: the comparison's."
     )
+    task: Annotated[str | None, Allowed("text")] = Field(
+        default=None,
+        description="Another task of the same file, whose start, loss, batches and optimizer the arm "
+        "has; default: the comparison's task.",
+    )
     dim_reduce_after: Annotated[OpenFraction | None, Allowed("a number above 0 and below 1")] = (
         Field(
             default=None,

@@ -40,6 +40,8 @@ class Arm:
       dim_reduce_after: share of the steps, above 0 and below 1, after which the arm goes on with
         ``dim_reduce`` in the subspace of its own snapshots. Default None: it does not.
       dim_reduce_batches: int >= 1, batches that one step of that takes together. Default 8.
+      task: the name of another task in the task's file, for an arm with a start, a loss, batches and
+        an optimizer of its own. Default None: the comparison's task.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Arm:
     adapts: bool = False
     dim_reduce_after: float | None = None
     dim_reduce_batches: int = 8
+    task: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +116,7 @@ def load_arms(paths: Sequence[str], levels: Sequence[str] | None = None) -> list
                 own.learning_rate,
                 dim_reduce_after=own.dim_reduce_after,
                 dim_reduce_batches=own.dim_reduce_batches,
+                task=own.task,
             )
         )
     names = [arm.name for arm in arms]

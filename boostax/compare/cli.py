@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from boostax.cli import guarded
-from boostax.compare.task import UsageError, load_task, parse_target
+from boostax.compare.task import UsageError, load_task, own_tasks, parse_target
 from boostax.errors import require
 from boostax.parallel import processes
 
@@ -129,6 +129,7 @@ def _run(args: argparse.Namespace) -> int:
         task, source = digits.digits_task(), pathlib.Path(digits.__file__)
     else:
         task, source = load_task(args.task)
+    own = own_tasks([arm.task for arm in arms], None if args.task is None else source)
     steps = task.steps if steps is None else steps
     plan = Plan(
         task=task,
@@ -139,6 +140,7 @@ def _run(args: argparse.Namespace) -> int:
         learning_rate=float(task.learning_rate) if rate is None else rate,
         eval_every=max(1, steps // _POINTS) if every is None else every,
         task_digest=source_digest(source),
+        own_tasks=own,
     )
     store = together.on_main(lambda: RunStore(args.out, fresh=args.fresh))
     if store is None:  # process 0 does the rest

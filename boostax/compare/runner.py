@@ -35,6 +35,7 @@ class Plan:
       learning_rate: of the arms that have none of their own.
       eval_every: int >= 1, steps between evaluations.
       task_digest: digest of the task's source, so that its runs are not mixed with another's.
+      own_tasks: the tasks of the arms that have one of their own, by its name in the task's file.
     """
 
     task: Task
@@ -45,6 +46,11 @@ class Plan:
     learning_rate: float
     eval_every: int
     task_digest: str = ""
+    own_tasks: Mapping[str, Task] = dataclasses.field(default_factory=dict)
+
+    def task_of(self, arm: Arm) -> Task:
+        """Return the task that an arm trains."""
+        return self.task if arm.task is None else self.own_tasks[arm.task]
 
     def rate(self, arm: Arm) -> float:
         """Return the learning rate of an arm."""
@@ -61,6 +67,7 @@ class Plan:
                 if arm.dim_reduce_after is None
                 else {"dim_reduce": [arm.dim_reduce_after, arm.dim_reduce_batches]}
             ),
+            **({} if arm.task is None else {"own_task": arm.task}),
             "level": arm.level,
             "learning_rate": self.rate(arm),
             "steps": self.steps,
@@ -140,7 +147,7 @@ def compare(
             built = build_all(plan)
         watcher.start(arm.name, seed)
         record = run_arm(
-            plan.task,
+            plan.task_of(arm),
             built[arm.name].step,
             seed=seed,
             steps=plan.steps,
@@ -184,14 +191,18 @@ def _finished(
 
 
 def build_all(plan: Plan) -> dict[str, BuiltArm]:
-    """Build every arm, and check the target against what the task evaluates."""
-    task = plan.task
-    model, model_state = start_of(task, jax.random.key(0))
-    batch = next(take_batches(task, 0, 1))
-    built = {
-        arm.name: build_arm(
+    """Build every arm, and check the target against what the tasks evaluate."""
+    parts = {}
+    for arm in plan.arms:
+        if arm.task not in parts:
+            task = plan.task_of(arm)
+            parts[arm.task] = (*start_of(task, jax.random.key(0)), next(take_batches(task, 0, 1)))
+    built = {}
+    for arm in plan.arms:
+        model, model_state, batch = parts[arm.task]
+        one = build_arm(
             arm,
-            task,
+            plan.task_of(arm),
             steps=plan.steps,
             rate=plan.rate(arm),
             model=model,
@@ -199,22 +210,29 @@ def build_all(plan: Plan) -> dict[str, BuiltArm]:
             batch=batch,
             mesh=together.mesh(),
         )
-        for arm in plan.arms
-    }
-    step = built[plan.arms[0].name].step
-    state = step.init(model, model_state=model_state, rng=jax.random.key(0))
-    metrics = evaluate(task, model, state)
+        if arm.task is not None:
+            own = f"its start, loss, batches and optimizer are those of the task {arm.task!r}"
+            one = dataclasses.replace(one, notes=(*one.notes, own))
+        built[arm.name] = one
+    for name, (model, model_state, _) in parts.items():
+        arm = next(arm for arm in plan.arms if arm.task == name)
+        state = built[arm.name].step.init(model, model_state=model_state, rng=jax.random.key(0))
+        _check_target(plan, arm, evaluate(plan.task_of(arm), model, state))
+    return built
+
+
+def _check_target(plan: Plan, arm: Arm, metrics: Mapping[str, float]) -> None:
+    whose = "" if arm.task is None else f" of the task {arm.task!r}"
     if plan.target.metric not in metrics:
         raise UsageError(
-            f"--target: evaluate returns no metric {plan.target.metric!r}."
+            f"--target: evaluate{whose} returns no metric {plan.target.metric!r}."
             f"{did_you_mean(plan.target.metric, metrics)} It returns: {', '.join(metrics)}"
         )
     if plan.target.met(metrics[plan.target.metric]):
         raise UsageError(
-            f"--target: {plan.target} is met before any training "
+            f"--target: {plan.target} is met before any training{whose} "
             f"({metrics[plan.target.metric]:.4g}); choose a harder one"
         )
-    return built
 
 
 def source_digest(path: pathlib.Path | str) -> str:

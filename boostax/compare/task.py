@@ -17,7 +17,7 @@ import optax
 
 from boostax.errors import ConfigError, did_you_mean
 
-__all__ = ["Target", "Task", "UsageError", "as_task", "load_task", "parse_target"]
+__all__ = ["Target", "Task", "UsageError", "as_task", "load_task", "own_tasks", "parse_target"]
 
 
 class UsageError(ConfigError):
@@ -159,7 +159,7 @@ def load_task(spec: str) -> tuple[Task, pathlib.Path]:
     if folder not in sys.path:
         sys.path.insert(0, folder)
     # A name of its own, so that a file called random.py or jax.py hides no other module.
-    module_name = f"_boostax_task_{path.stem}"
+    module_name = _module_name(path)
     module_spec = importlib.util.spec_from_file_location(module_name, path)
     assert module_spec is not None
     assert module_spec.loader is not None
@@ -167,13 +167,40 @@ def load_task(spec: str) -> tuple[Task, pathlib.Path]:
     # Registered before it runs, because dataclasses and pickling look their module up by name.
     sys.modules[module_name] = module
     module_spec.loader.exec_module(module)
+    return _named_task(module, path, name, "TASK"), path
+
+
+def own_tasks(names: Iterable[str | None], path: pathlib.Path | None) -> dict[str, Task]:
+    """Return the tasks that arms name with ``compare.task``, from a file that was loaded already.
+
+    Raises:
+      UsageError: there is no file, no such attribute, or not a task.
+    """
+    wanted = dict.fromkeys(name for name in names if name is not None)
+    if wanted and path is None:
+        raise UsageError(
+            f"compare.task: {next(iter(wanted))!r} is looked for in the TASK's file; give a TASK"
+        )
+    # As it was loaded, not run again: what its tasks share is made once.
+    return {
+        name: _named_task(sys.modules[_module_name(path)], path, name, "compare.task")
+        for name in wanted
+        if path is not None
+    }
+
+
+def _module_name(path: pathlib.Path) -> str:
+    return f"_boostax_task_{path.stem}"
+
+
+def _named_task(module: Any, path: pathlib.Path, name: str, argument: str) -> Task:
     if not hasattr(module, name):
         public = [n for n in vars(module) if not n.startswith("_")]
         raise UsageError(
-            f"TASK: {path} has no attribute {name!r}.{did_you_mean(name, public)} It defines: "
+            f"{argument}: {path} has no attribute {name!r}.{did_you_mean(name, public)} It defines: "
             f"{', '.join(sorted(public)) or 'nothing'}"
         )
-    return as_task(getattr(module, name), f"{path.name}:{name}"), path
+    return as_task(getattr(module, name), f"{path.name}:{name}")
 
 
 @dataclasses.dataclass(frozen=True)
