@@ -272,9 +272,9 @@ def test_groups_and_unfreezing():
     groups = boostax.parameter_groups(params, patterns=["backbone", "*_head"])
     schedule = boostax.freeze_schedule("unfreeze", groups, full_fraction=0.5, total_steps=4)
     freezing = boostax.Freezing(groups, schedule)
-    rates = {"backbone": optax.sgd(0.01), "head": optax.sgd(0.1)}
-    label = {name: "backbone" if name == "backbone" else "head" for name in params}
-    tx = boostax.freeze(optax.partition(rates, label), freezing)
+    slow = {"params": "backbone", "learning_rate": 0.01}
+    sgd = boostax.optimizer("sgd", learning_rate=0.1, groups=[slow])
+    tx = boostax.freeze(sgd, freezing)
     step = boostax.train_step(loss_fn, tx, freezing=freezing, has_aux=True)
     state = step.init(params)
     batch = {"source": np.ones((3, 2), np.float32), "target": np.ones((2, 2), np.float32)}
