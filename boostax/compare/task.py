@@ -30,7 +30,7 @@ class Task:
 
     Any object with these attributes will do (a class instance with methods, say); this class is
     the short way to make one. All arms of a comparison get the same start and the same batches
-    at the same seed.
+    at the same seed, but for arms that name another task of the file (``compare.task``).
 
     Attributes:
       init: ``init(key) -> params``, ``-> (params, model_state)`` or ``-> nnx.Module``, from a
