@@ -49,7 +49,7 @@ def histogram_edges(features: Any, bins: int) -> np.ndarray:
 
     Source:
       W. Ge and Y. Yu, "Borrowing Treasures from the Wealthy: Deep Transfer Learning through Selective
-      Joint Fine-tuning", 2017, section 3.2.
+      Joint Fine-tuning", 2017.
 
     When not to use:
       On the target's few examples alone: the edges should be those of both data sets together.
@@ -98,7 +98,7 @@ def feature_histograms(features: Any, bins: Any, *, smoothing: float = 0.5) -> j
 
     Source:
       W. Ge and Y. Yu, "Borrowing Treasures from the Wealthy: Deep Transfer Learning through Selective
-      Joint Fine-tuning", 2017, section 3.2.
+      Joint Fine-tuning", 2017.
 
     When not to use:
       Where position matters: a histogram forgets where in the image a response was.

@@ -85,7 +85,7 @@ def joint_loss(
 
     Source:
       W. Ge and Y. Yu, "Borrowing Treasures from the Wealthy: Deep Transfer Learning through Selective
-      Joint Fine-tuning", 2017, section 3.1.
+      Joint Fine-tuning", 2017.
 
     When not to use:
       With THOR's true Fisher: there is no one predictive distribution.

@@ -84,7 +84,7 @@ def nearest_source_subset(
 
     Source:
       W. Ge and Y. Yu, "Borrowing Treasures from the Wealthy: Deep Transfer Learning through Selective
-      Joint Fine-tuning", 2017, section 3.
+      Joint Fine-tuning", 2017.
 
     When not to use:
       With a source that is small enough to train on as a whole; or with hundreds of millions of source
@@ -179,7 +179,7 @@ def enlarge_neighbours(
 
     Source:
       W. Ge and Y. Yu, "Borrowing Treasures from the Wealthy: Deep Transfer Learning through Selective
-      Joint Fine-tuning", 2017, section 3.3; the numbers there depend on its data.
+      Joint Fine-tuning", 2017; the numbers there depend on its data.
 
     When not to use:
       With targets that the network fits at once: then no target is hard, and nothing changes.
