@@ -93,7 +93,9 @@ def pretrained(network=0):
 def start(key, network=0):
     """Return a pretrained network with a new target head."""
     params, model_state = pretrained(network)
-    return {**params, "target_head": fresh(key)[0]["target_head"]}, model_state
+    known = {name: leaf for name, leaf in params.items() if name != "target_head"}
+    loaded, _ = boostax.load_weights(fresh(key)[0], known, allow_missing="target_head/*")
+    return loaded, model_state
 
 
 def labelled(seed, per_class=PER_CLASS):

@@ -27,7 +27,7 @@ def example():
 def test_the_tasks_are_tasks(example):
     for name in ("scratch", "alone", "joint", "joint_random"):
         task = as_task(getattr(example, name), name)
-        params, model_state = jax.eval_shape(task.init, jax.random.key(0))
+        params, model_state = task.init(jax.random.key(0))
         batch = next(iter(task.batches(0)))
         if "joint" in name:
             assert set(batch) == {"source", "target"}
