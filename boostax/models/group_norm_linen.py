@@ -33,8 +33,8 @@ class GroupNorm(nn.GroupNorm):
       epsilon: above 0. Default 1e-6. (PyTorch's and MindSpore's is 1e-5.)
       axis: the channel axis, not 0. Default -1.
       use_fast_variance: Flax's one-pass variance. Default False.
-      dtype, param_dtype, use_bias, use_scale, bias_init, scale_init, reduction_axes, axis_name,
-        axis_index_groups: as in ``flax.linen.GroupNorm``.
+      dtype, param_dtype, use_bias, use_scale, bias_init, scale_init: as in ``flax.linen.GroupNorm``.
+      reduction_axes, axis_name, axis_index_groups: as in ``flax.linen.GroupNorm``.
 
     Raises:
       ValueError, TypeError: a setting is out of range or of a wrong type; at a call: groups don't

@@ -29,7 +29,7 @@ class RowSparse:
     Attributes:
       indices: (n,), integers; the rows. Those outside of 0 to ``shape[0] - 1`` name none, and serve
         to fill up to a fixed n.
-      values: (n, *shape[1:]), floats.
+      values: ``(n, *shape[1:])``, floats.
       shape: the shape of the whole array, static.
 
     Example:
