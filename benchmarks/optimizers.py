@@ -4,7 +4,8 @@
 
 FLOPs and bytes of the compiled update and ``apply_updates``, as XLA counts them, and CPU time,
 interleaved, as a ratio within each round. The parameters are those of an MLP 784-512-256-10.
-Prints Markdown.
+Then a step of Adagrad with a row-sparse gradient over one with the dense gradient made of the same
+rows, on a table of 100 000 x 64. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import boostax
 
 WIDTHS = (784, 512, 256, 10)
 DECAY = 1e-4
+HEAD = ["optimizer", "FLOPs over optax's", "bytes over optax's", "CPU time over optax's"]
 
 
 def decayed(tx: Any) -> Any:
@@ -38,6 +40,10 @@ def decayed(tx: Any) -> Any:
 
 def named(name: str, **settings: Any) -> Any:
     return boostax.optimizer(name, learning_rate=0.1, **settings)
+
+
+def everywhere(params: Any) -> Any:
+    return jax.tree.map(lambda _: True, params)
 
 
 def pairs() -> dict[str, tuple[Any, Any]]:
@@ -68,9 +74,9 @@ def pairs() -> dict[str, tuple[Any, Any]]:
             named("adam_weight_decay", weight_decay=DECAY),
             optax.adamw(0.1, weight_decay=DECAY),
         ),
-        "lars": (
-            named("lars", mask=lambda params: jax.tree.map(lambda _: True, params)),
-            optax.lars(0.1),
+        "lars, decay": (
+            named("lars", weight_decay=DECAY, mask=everywhere),
+            optax.lars(0.1, weight_decay=DECAY),
         ),
         "sgd in two groups": (
             named("sgd", momentum=0.9, groups=[{"params": "2/*", "learning_rate": 0.01}]),
@@ -112,6 +118,42 @@ class Stepper:
         return compiled_cost(self.jitted, self.params, self.state, self.grads)
 
 
+class OnTable:
+    """Adagrad on an embedding table of which a batch uses some rows."""
+
+    def __init__(self, tx: Any, rows: int, sparse: bool, size: tuple[int, int] = (100_000, 64)):
+        self.params = jnp.zeros(size)
+        self.state = tx.init(self.params)
+        indices = jax.random.randint(jax.random.key(0), (rows,), 0, size[0])
+        values = jnp.ones((rows, size[1]))
+
+        def update(params: Any, state: Any, indices: Any, values: Any) -> tuple[Any, Any]:
+            grad = boostax.RowSparse(indices, values, size)
+            return step(tx, params, state, grad if sparse else grad.todense())
+
+        self.jitted = jax.jit(update, donate_argnums=(0, 1))
+        self.given = indices, values
+
+    def __call__(self) -> Any:
+        self.params, self.state = self.jitted(self.params, self.state, *self.given)
+        return self.params
+
+
+def sparse_rows(repeats: int, number: int) -> tuple[list[list[str]], dict[str, Any]]:
+    """Return the table of row-sparse steps over dense ones, and what it was made of."""
+    out, results = [], {}
+    for rows in (256, 4096, 65_536):
+        both = {
+            "rows": OnTable(named("adagrad"), rows, True),
+            "dense": OnTable(named("adagrad"), rows, False),
+        }
+        timed = interleaved(both, repeats, number=number)
+        cpu = ratios(timed, "rows", "dense")
+        results[str(rows)] = timed
+        out.append([str(rows), f"{statistics.median(cpu):.3f} [{min(cpu):.3f}, {max(cpu):.3f}]"])
+    return out, results
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--quick", action="store_true", help="two rounds")
@@ -129,18 +171,16 @@ def main() -> None:
         cpu = ratios(timed, "ours", "optax")
         results[case] = {"cost": cost, "ratio": ratio, "times": timed}
         rows.append(
-            (
+            [
                 case,
                 f"{ratio['flops']:.3f}",
                 f"{ratio['bytes']:.3f}",
                 f"{statistics.median(cpu):.2f} [{min(cpu):.2f}, {max(cpu):.2f}]",
-            )
+            ]
         )
-    print(
-        table(
-            ("optimizer", "FLOPs over optax's", "bytes over optax's", "CPU time over optax's"), rows
-        )
-    )
+    print(table(HEAD, rows))
+    lines, results["rows"] = sparse_rows(repeats, min(arguments.number, 5))
+    print("\n" + table(["rows of 100 000", "CPU time over a dense gradient's"], lines))
     print("\n" + ", ".join(f"{key} {value}" for key, value in environment().items()))
     if arguments.out:
         write_results(arguments.out, results)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import optax
 
 from boostax import _info
 from boostax.errors import ConfigError
+from boostax.updates._optimizer_groups import described
 from boostax.updates.accumulate import accumulate
 from boostax.updates.centralize import centralize
 from boostax.updates.freeze import Freezing, freeze
@@ -38,7 +40,7 @@ def base_optimizer(config: BoostConfig, tx: Any) -> optax.GradientTransformation
         )
     if tx is None:
         assert named is not None
-        return named.build()
+        return _as_a_whole(named.build(), named.name)
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         hint = "; params come second: optimizer(tx, params)" if jax.tree.leaves(tx) else ""
         raise TypeError(
@@ -141,13 +143,12 @@ def _make_freezing(section: GradFreeze, params: Any, order: Sequence[str] | None
     return Freezing(groups, schedule)
 
 
+def _as_a_whole(tx: Any, name: str) -> optax.GradientTransformationExtraArgs:
+    """Describe an optimizer without its parts; ``learning_rate`` is what the step's metric reads."""
+    info = _info.info_of(tx)
+    told = _info.TransformInfo(name) if info is None else dataclasses.replace(info, inner=None)
+    return described(tx, told)
+
+
 def _named(tx: Any, name: str, settings: dict[str, Any]) -> optax.GradientTransformationExtraArgs:
-    """Attach a description; ``learning_rate`` in it is what the step's metric reads."""
-    tx = optax.with_extra_args_support(tx)
-
-    # A function of our own, because optax's may be shared between transformations.
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        return tx.update(updates, state, params, **extra)
-
-    wrapped = optax.GradientTransformationExtraArgs(tx.init, update)
-    return _info.with_info(wrapped, _info.TransformInfo(name, settings))
+    return described(tx, _info.TransformInfo(name, settings))

@@ -21,6 +21,7 @@ from boostax._config_named import _outside
 from boostax._config_schema import json_schema
 from boostax._config_sections import NULLABLE, SECTIONS
 from boostax._info import info_of
+from boostax.compare._fitting import horizons
 from boostax.config import BoostConfig, load_config
 from boostax.errors import ConfigError
 from boostax.updates.named import OPTIMIZERS
@@ -705,6 +706,14 @@ GROUPED = {
         {"params": ["body/bias", "norm/*"], "optimizer": {"name": "lion"}, "centralize": False},
     ],
 }
+
+
+def test_a_schedule_in_a_group_has_an_end_like_any_other():
+    rate = {"name": "cosine_decay_schedule", "init_value": 0.1, "decay_steps": 7}
+    group = {"params": "a", "optimizer": {"name": "lion", "learning_rate": rate}}
+    for one in (group, {"params": "a", "learning_rate": rate}):
+        named = load_config({"optimizer": {**GROUPED, "groups": [one]}}).optimizer
+        assert list(horizons(named)) == [("cosine_decay_schedule", "decay_steps", 7)]
 
 
 def test_groups_of_an_optimizer():

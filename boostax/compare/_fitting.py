@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import optax
 
 from boostax import _info
+from boostax._config_types import Pairs
 from boostax.compare.task import Task, UsageError
 
 if TYPE_CHECKING:
@@ -130,6 +131,9 @@ def horizons(value: Any) -> Iterator[tuple[str, str, int]]:
     if isinstance(value, (tuple, list)):
         for part in value:
             yield from horizons(part)
+    elif isinstance(value, Pairs):  # a group of the optimizer
+        for _, given in value.pairs:
+            yield from horizons(given)
     elif hasattr(value, "arguments"):
         for key, given in value.arguments:
             if value.kind == "schedule" and key in _ENDS and value.name not in _ENDLESS:

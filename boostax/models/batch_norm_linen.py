@@ -41,8 +41,8 @@ class BatchNorm(nn.BatchNorm):
       spatial_dims: allowed number of axes besides batch and channels, an int or several, 2 for
         images; default None: any.
       use_fast_variance: Flax's one-pass variance. Default False.
-      dtype, param_dtype, use_bias, use_scale, bias_init, scale_init, axis_name, axis_index_groups:
-        as in ``flax.linen.BatchNorm``.
+      others: those of ``flax.linen.BatchNorm``: ``dtype``, ``param_dtype``, ``use_scale``,
+        ``use_bias``, ``scale_init``, ``bias_init``, ``axis_name``, ``axis_index_groups``.
 
     Raises:
       ValueError, TypeError: a setting is out of range or of a wrong type; at a call: the input has
@@ -122,9 +122,8 @@ class GhostBatchNorm(BatchNorm):
     Args:
       ghost_batch_size: examples of a chunk, at least 1; must divide the batch. Required. ``init``
         takes a batch of any size.
-      use_running_average, axis, momentum, epsilon, unbiased, ...: those of :class:`BatchNorm`. With
-        ``axis_name`` the devices share running statistics; the chunks stay on their device. The
-        channel axis must not be 0.
+      others: those of :class:`BatchNorm`. With ``axis_name`` the devices share running
+        statistics; the chunks stay on their device. The channel axis must not be 0.
 
     Raises:
       ValueError, TypeError: as :class:`BatchNorm`; at a call: the batch is not a multiple of

@@ -33,8 +33,9 @@ class GroupNorm(nn.GroupNorm):
       epsilon: above 0. Default 1e-6. (PyTorch's and MindSpore's is 1e-5.)
       axis: the channel axis, not 0. Default -1.
       use_fast_variance: Flax's one-pass variance. Default False.
-      dtype, param_dtype, use_bias, use_scale, bias_init, scale_init: as in ``flax.linen.GroupNorm``.
-      reduction_axes, axis_name, axis_index_groups: as in ``flax.linen.GroupNorm``.
+      others: those of ``flax.linen.GroupNorm``: ``dtype``, ``param_dtype``, ``use_scale``,
+        ``use_bias``, ``scale_init``, ``bias_init``, ``reduction_axes``, ``axis_name``,
+        ``axis_index_groups``.
 
     Raises:
       ValueError, TypeError: a setting is out of range or of a wrong type; at a call: groups don't
@@ -95,8 +96,8 @@ class InstanceNorm(nn.InstanceNorm):
       feature_axes: the channel axis, not 0. Default -1.
       spatial_dims: allowed number of spatial axes, an int or several; default None: 1 or more.
       use_fast_variance: Flax's one-pass variance, without running statistics. Default False.
-      dtype, param_dtype, use_bias, use_scale, bias_init, scale_init, axis_name, axis_index_groups:
-        as in ``flax.linen.InstanceNorm``.
+      others: those of ``flax.linen.InstanceNorm``: ``dtype``, ``param_dtype``, ``use_scale``,
+        ``use_bias``, ``scale_init``, ``bias_init``, ``axis_name``, ``axis_index_groups``.
 
     Raises:
       ValueError, TypeError: a setting is out of range or of a wrong type; at a call: the input has

@@ -27,8 +27,8 @@ class LayerNorm(nn.LayerNorm):
         default the last axis.
       epsilon: above 0. Default 1e-6. (PyTorch's is 1e-5, MindSpore's 1e-7.)
       use_fast_variance: Flax's one-pass variance. Default False.
-      dtype, param_dtype, use_bias, use_scale, bias_init, scale_init, axis_name, axis_index_groups:
-        as in ``flax.linen.LayerNorm``.
+      others: those of ``flax.linen.LayerNorm``: ``dtype``, ``param_dtype``, ``use_scale``,
+        ``use_bias``, ``scale_init``, ``bias_init``, ``axis_name``, ``axis_index_groups``.
 
     Raises:
       ValueError, TypeError: a setting is out of range, of a wrong type or contradicts another; at a

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import optax
 
+from boostax._info import TransformInfo, with_info
 from boostax._tree import PathPattern, check_matched, leaf_paths, matches, path_string
 from boostax.updates._optimizer_names import call, function_of, mask_argument
 from boostax.updates._thor_checks import check_bool
@@ -19,7 +20,7 @@ from boostax.updates.centralize import centralize
 from boostax.updates.named._leaf_names import no_bias_or_norm
 from boostax.updates.row_sparse import is_row_sparse
 
-__all__ = ["Built", "build_groups"]
+__all__ = ["Built", "build_groups", "described"]
 
 _REST = "rest"
 # What a group says beside the arguments of its optimizer.
@@ -176,7 +177,10 @@ def _checked(caller: str, read: Sequence[Group], base: Any, label_of: Callable[[
             lambda path, _: label_of(path_string(path)), tree, is_leaf=is_row_sparse
         )
 
-    transforms: dict[Hashable, Any] = {_REST: base, **{g.label: g.transform for g in read}}
+    parts = {_REST: base, **{g.label: g.transform for g in read}}
+    transforms: dict[Hashable, Any] = {}
+    for label, tx in parts.items():
+        transforms[label] = described(tx, TransformInfo(label, inner=tx))
     inner = optax.partition(transforms, labels)
 
     def init(params: Any) -> Any:
@@ -198,6 +202,17 @@ def _checked(caller: str, read: Sequence[Group], base: Any, label_of: Callable[[
         return inner.init(params)
 
     return optax.GradientTransformationExtraArgs(init, inner.update) if read else base
+
+
+def described(tx: Any, info: TransformInfo) -> optax.GradientTransformationExtraArgs:
+    """Return the same transformation with a description of its own."""
+    tx = optax.with_extra_args_support(tx)
+
+    # A function of our own, because optax's may be shared between transformations.
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+        return tx.update(updates, state, params, **extra_args)
+
+    return with_info(optax.GradientTransformationExtraArgs(tx.init, update), info)
 
 
 def _is_masked(value: Any) -> bool:

@@ -7,8 +7,8 @@ from typing import Any
 
 import optax
 
-from boostax._info import TransformInfo, info_of, with_info
-from boostax.updates._optimizer_groups import build_groups
+from boostax._info import TransformInfo, info_of
+from boostax.updates._optimizer_groups import build_groups, described
 
 __all__ = ["optimizer"]
 
@@ -84,14 +84,4 @@ def optimizer(
     if centralize:
         shown["centralize"] = True
     info = TransformInfo(name, shown, inner=built.transform, fates=built.fates)
-    return _described(built.transform, info)
-
-
-def _described(tx: Any, info: TransformInfo) -> optax.GradientTransformationExtraArgs:
-    tx = optax.with_extra_args_support(tx)
-
-    # A function of our own, because optax's may be shared between transformations.
-    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
-        return tx.update(updates, state, params, **extra_args)
-
-    return with_info(optax.GradientTransformationExtraArgs(tx.init, update), info)
+    return described(built.transform, info)

@@ -17,7 +17,7 @@ from jax.experimental.sparse import BCOO
 
 import boostax
 from boostax import RowSparse, optimizer
-from boostax._info import find, info_of
+from boostax._info import find, info_of, walk
 from boostax._tree import leaf_paths
 from boostax.updates.named import OPTIMIZERS
 from boostax.updates.named._leaf_names import is_bias_or_norm, no_bias_or_norm
@@ -80,6 +80,12 @@ def test_injected_hyperparameters():
         for name in OPTIMIZERS:
             jax.tree.map(np.testing.assert_array_equal, first(name, True), first(name, False))
     # All numbers are injected, those that are 0 as well.
+    for function in OPTIMIZERS.values():
+        tx = optax.inject_hyperparams(function)(learning_rate=0.5)
+        state = jax.eval_shape(tx.init, TINY)
+        updates, after = jax.eval_shape(tx.update, TINY, state, TINY)
+        assert jax.tree.structure(after) == jax.tree.structure(state)
+        assert updates == structs(TINY)
     tx = optax.inject_hyperparams(OPTIMIZERS["sgd"])(learning_rate=0.5, momentum=0.0)
     updates, _ = tx.update(grads, tx.init(TINY), TINY)
     np.testing.assert_array_equal(updates["layer"]["bias"], np.full(3, -0.25))
@@ -187,6 +193,12 @@ def test_faults_when_it_is_built(name, settings, error, part):
         optimizer(name, **settings)
 
 
+@pytest.mark.parametrize("name", ["sgd", "adagrad"])
+def test_complex_parameters_are_refused(name):
+    with pytest.raises(TypeError, match="got complex parameters"):
+        optimizer(name, learning_rate=0.1).init(jnp.ones(2, jnp.complex64))
+
+
 # Groups
 
 PARAMS = {
@@ -229,6 +241,14 @@ def test_groups_by_hand():
         "body/bias": "group 1: adagrad",
         "LayerNorm_0/scale": "group 2: an optimizer of its own",
     }
+    names = [info.name for info in walk(tx)]
+    assert names[0] == "sgd"
+    assert [n for n in names if n.startswith(("rest", "group"))] == [
+        "rest",
+        "group 0",
+        "group 1",
+        "group 2",
+    ]
 
 
 def test_groups_inside_and_outside_of_the_other_techniques():

@@ -26,6 +26,7 @@ __all__ = [
     "in_float32",
     "is_zero",
     "next_count",
+    "refuse_complex",
     "wide_dtype",
 ]
 
@@ -81,6 +82,7 @@ def in_float32(caller: str, tx: Any) -> optax.GradientTransformationExtraArgs:
     """Let ``tx`` see half-precision leaves as float32; updates have their gradient's dtype."""
 
     def init(params: Any) -> Any:
+        refuse_complex(caller, params)
         return tx.init(jax.tree.map(_wide, params))
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
@@ -95,6 +97,19 @@ def in_float32(caller: str, tx: Any) -> optax.GradientTransformationExtraArgs:
         return jax.tree.map(_as, out, updates), state
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def refuse_complex(caller: str, params: Any) -> None:
+    """Raise a TypeError where a parameter is complex: the formulas here are for real numbers."""
+    if any(jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating) for leaf in _leaves(params)):
+        raise TypeError(
+            f"{caller}: got complex parameters, and its averages of squares are those of real numbers; "
+            "train real and imaginary parts as two leaves (optax.contrib.split_real_and_imaginary)"
+        )
+
+
+def _leaves(tree: Any) -> list[Any]:
+    return [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype")]
 
 
 def decay(caller: str, weight_decay: Any, mask: Any) -> list[Any]:

@@ -97,6 +97,7 @@ def adagrad(
     guarded = not any(isinstance(value, float) and value > 0 for value in (aside, start))
 
     def init(params: Any) -> AdagradState:
+        parts.refuse_complex(name, params)
         sums = jax.tree.map(lambda p: jnp.full_like(p, start, dtype=parts.wide_dtype(p)), params)
         return AdagradState(jnp.zeros((), jnp.int32), sums)
 
