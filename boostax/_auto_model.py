@@ -6,8 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
+import jax
+import jax.numpy as jnp
 from flax import nnx
 
+from boostax.models._rewritten import rewrites_in
 from boostax.models.fold_batch_norm import fold_batch_norm
 from boostax.models.less_bn import less_bn
 from boostax.models.norm_head import norm_head
@@ -39,30 +42,37 @@ def rewritten(
       TypeError: ``model`` is neither a linen nor an nnx module.
     """
     section = config.less_bn
-    model, report = _tried(
-        strict,
-        less_bn,
-        model,
-        *inputs,
-        keep=section.keep,
-        shortcut=section.shortcut,
-        bias=section.bias,
-        compensation=section.compensation,
-        patterns=section.patterns,
-        **call,
-    )
-    if not section.fn_flag:
-        return model, report
-    model, head = _tried(
-        strict,
-        norm_head,
-        model,
-        *inputs,
-        path=section.head,
-        multiplier_init=section.multiplier_init,
-        **call,
-    )
-    return model, report + head
+    rewrites: list[tuple[Callable[..., Any], dict[str, Any]]] = [
+        (
+            less_bn,
+            {
+                "keep": section.keep,
+                "shortcut": section.shortcut,
+                "bias": section.bias,
+                "compensation": section.compensation,
+                "patterns": section.patterns,
+            },
+        )
+    ]
+    if section.fn_flag:
+        settings = {"path": section.head, "multiplier_init": section.multiplier_init}
+        rewrites.append((norm_head, settings))
+    done, report = rewrites_in(model), ModelReport()
+    for rewrite, settings in rewrites:
+        name = rewrite.__name__
+        if name in done:
+            # A second time it would see other blocks, and make another model.
+            report += ModelReport(
+                name, notes=(f"{name} was done already: the model is left as it is",)
+            )
+            continue
+        model, more = _tried(strict, rewrite, model, *inputs, **settings, **call)
+        report += more
+    return model, report
+
+
+# What the rewrites' own arguments are called in a config.
+_KEYS = (("path=", "less_bn.head"), ("patterns=", "less_bn.patterns"), ("keep=", "less_bn.keep"))
 
 
 def _tried(
@@ -70,9 +80,14 @@ def _tried(
 ) -> tuple[Any, ModelReport]:
     try:
         return rewrite(model, *inputs, **settings)
-    except NothingToRewriteError as error:
+    except NothingToRewriteError as raised:
+        text = str(raised)
+        named = [f"{name} is {key}" for name, key in _KEYS if name in text]
+        error = NothingToRewriteError(
+            text + (f" (In a config {', '.join(named)}.)" if named else "")
+        )
         if strict:
-            raise
+            raise error from None
         note = f"{rewrite.__name__} changed nothing: {error}"
         return model, ModelReport(rewrite.__name__, notes=(note,))
 
@@ -112,7 +127,8 @@ def evaluation_model(
             f"model: state= is for linen and nnx modules, got {type(model).__name__}; call a function "
             "with state.params"
         )
-    variables = {"params": state.params, **(state.model_state or {})}
+    # A copy: the next step may be given the state's own arrays to write over.
+    variables = jax.tree.map(jnp.copy, {"params": state.params, **(state.model_state or {})})
     if folds:
         try:
             model, variables, more = fold_batch_norm(model, *inputs, variables=variables, **call)

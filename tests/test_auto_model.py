@@ -123,3 +123,66 @@ def test_a_linen_model_to_evaluate_with(fold):
         last, report = boost.model(given, X, inference=True, state=state, train=False)
         np.testing.assert_allclose(last(BATCH["x"], train=False), expected, rtol=1e-4, atol=1e-5)
         assert any(after.startswith("part of") for _, after in changes(report)) == fold
+
+
+class Inverted(nnx.Module):
+    """Expand, depthwise, project; a second pass over what less_bn left would take another norm."""
+
+    def __init__(self, rngs):
+        conv = lambda i, o, groups=1: nnx.Conv(
+            i, o, (3, 3), use_bias=False, feature_group_count=groups, rngs=rngs
+        )
+        self.up, self.deep, self.down = conv(4, 8), conv(8, 8, 8), conv(8, 4)
+        self.bn1, self.bn2, self.bn3 = (nnx.BatchNorm(n, rngs=rngs) for n in (8, 8, 4))
+        self.fc = nnx.Linear(4, 3, rngs=rngs)
+
+    def __call__(self, x):
+        y = nnx.relu6(self.bn1(self.up(x)))
+        y = self.bn3(self.down(nnx.relu6(self.bn2(self.deep(y)))))
+        return self.fc((x + y).mean((1, 2)))
+
+
+@pytest.mark.parametrize("section", [{}, {"head": "fc"}, {"patterns": ["bn2"]}, {"bias": False}])
+def test_what_was_rewritten_is_not_rewritten_again(section):
+    boost = boosted(**section)
+    x = jnp.linspace(-1, 1, 2 * 4 * 4 * 4).reshape(2, 4, 4, 4)
+    model, _ = boost.model(Inverted(nnx.Rngs(0)), x)
+    state = boost.train_step(lambda m, x: m(x).sum(), optax.sgd(0.0)).init(model)
+    wanted = state.merge(model)
+    wanted.eval()
+    again, report = boost.model(model, x, inference=True, state=state)
+    np.testing.assert_array_equal(again(x), wanted(x))
+    assert changes(report) == []
+    assert [note.split(" ")[0] for note in report.notes] == ["less_bn", "norm_head"]
+    first, report = boost.model(Inverted(nnx.Rngs(0)), x, inference=True, state=state)
+    np.testing.assert_array_equal(first(x), wanted(x))
+    assert [path for path, _ in changes(report)] == ["bn2", "fc"]
+
+
+def test_a_linen_model_to_evaluate_with_outlives_the_next_step():
+    boost = boosted()
+    net, _ = boost.model(residual.LinenNet(), X)
+    variables = net.init(jax.random.key(0), BATCH["x"])
+    step = boostax.train_step(residual.linen_loss, optax.sgd(0.1), has_aux=True)
+    stats = {"batch_stats": variables["batch_stats"]}
+    state = step.init(variables["params"], model_state=stats)
+    last, _ = boost.model(net, X, inference=True, state=state, train=False)
+    before = last(BATCH["x"], train=False)
+    step(state, BATCH)  # may write over the state that it is given
+    np.testing.assert_array_equal(last(BATCH["x"], train=False), before)
+
+
+class TwoHeads(nnx.Module):
+    def __init__(self):
+        self.first, self.second = (nnx.Linear(4, 3, rngs=nnx.Rngs(i)) for i in range(2))
+
+    def __call__(self, x):
+        return self.first(x), self.second(x)
+
+
+def test_messages_name_the_keys_of_the_config():
+    with pytest.raises(ValueError, match=r"\(In a config patterns= is less_bn.patterns, keep= is"):
+        boosted().model(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), X)
+    _, report = AutoBoost("O1").model(TwoHeads(), X)
+    assert "several dense layers give an output" in report.notes[1]
+    assert "path= is less_bn.head" in report.notes[1]

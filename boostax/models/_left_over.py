@@ -15,9 +15,11 @@ from flax import nnx
 from jax import lax
 
 __all__ = [
+    "BatchNormLeftOver",
     "LeftOver",
     "SkipGain",
     "Standardized",
+    "StandardizedKernel",
     "can_change",
     "gained",
     "left_over",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from flax import nnx
 
 from boostax.models._activation_gain import activation_gain
 from boostax.models._branches import Fate, layer_ahead, needs_bias
-from boostax.models._layer_graph import LayerGraph
+from boostax.models._layer_graph import LayerCall, LayerGraph
 from boostax.models._left_over import (
     LeftOver,
     SkipGain,
@@ -99,6 +100,9 @@ class Plan:
                 self.notes.append(f"{path}: no layer ahead whose kernel could be standardised")
                 return False
             ahead = self.graph.call(layer).path
+            if _has_one_input(self.graph.call(layer)):
+                self.notes.append(f"{path}: each unit of {ahead} has one input, kernel left")
+                return False
             if not self.graph.goes_only_to(layer, self.going):
                 self.notes.append(f"{path}: what {ahead} gives is used elsewhere too, kernel left")
                 return False
@@ -111,3 +115,12 @@ class Plan:
         if isinstance(model, nnx.Module):
             return replace_modules(model, self.nnx)
         return rewrite(model, self.linen)
+
+
+def _has_one_input(call: LayerCall) -> bool:
+    """Say whether a unit's kernel is one number, of which standardising would leave zero."""
+    layer: Any = call.layer
+    size = getattr(layer, "kernel_size", ())
+    window = math.prod((size,) if isinstance(size, int) else size)
+    groups = getattr(layer, "feature_group_count", 1)
+    return window * (call.inputs[-1] // groups) == 1

@@ -22,6 +22,7 @@ from flax.core import FrozenDict, freeze, meta, unfreeze
 from boostax.models._fold_checks import foldable, kernel_rank, out_axis
 from boostax.models._layer_graph import LayerCall, LayerGraph, layer_graph
 from boostax.models._left_over import LeftOver, left_over
+from boostax.models._read_elsewhere import read_elsewhere
 from boostax.models._surgery_linen import Rule, rewrite
 from boostax.models._surgery_nnx import named_modules, replace_modules
 from boostax.models.report import Change, ModelReport, nothing_matched
@@ -111,7 +112,14 @@ def fold_batch_norm(
     values = _NnxValues(model) if isinstance(model, nnx.Module) else _LinenValues(variables)
     kept = _left_overs(graph)
     folded: dict[str, str] = {}
+    layers = list(into.values())
+    read: set[str] = set()
+    if layers:
+        read = read_elsewhere(model, variables, layers, example_inputs, kwargs, method)
     for norm, layer in into.items():
+        if layer in read:
+            left[norm] = f"the model reads the kernel or bias of {layer} itself, beside calling it"
+            continue
         why = values.fold(calls[norm], calls[layer])
         if why is None:
             folded[norm] = layer

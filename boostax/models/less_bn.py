@@ -117,6 +117,8 @@ def less_bn(
       "Characterizing Signal Propagation to Close the Performance Gap in Unnormalized ResNets", 2021.
 
     When not to use:
+      Twice on one model: blocks whose norms went are no longer seen as such. With a long branch
+      around the whole network, whose last norm alone would stay: name what goes by ``patterns``.
       On a trained network: without its norms it is another function. For inference take
       :func:`boostax.fold_batch_norm`. For networks that the rules above don't fit, such as those with
       layer norms.
@@ -138,7 +140,8 @@ def less_bn(
         fates = _by_pattern(graph, chosen)
     elif compensation == "skip_init":
         fates, gains, more = _skip_init(graph, fates)
-        notes += more
+        kept = "keeps it" if keep == "last" else "gets no scalar"
+        notes += [f"the branch of {norm} {kept}: {_NO_PLACE}" for norm in more]
     if keep == "none":
         fates = {norm: _gone(fate) for norm, fate in fates.items()}
     plan = Plan(graph, fates, gains, bias, compensation)
@@ -164,12 +167,15 @@ def _check(**given: Any) -> None:
             )
 
 
+_NO_PLACE = "its end has no layer whose result could be scaled by 0 and still learn"
+
+
 def _calls(graph: LayerGraph) -> list[Any]:
     return [node.call for node in graph.nodes if node.call is not None]
 
 
 def _gone(fate: Fate) -> Fate:
-    return fate if fate.goes else Fate(True, "all of them go", fate.branch)
+    return Fate(True, "all of them go", fate.branch)
 
 
 def _by_pattern(graph: LayerGraph, patterns: Sequence[PathPattern]) -> dict[int, Fate]:
@@ -189,7 +195,10 @@ def _by_pattern(graph: LayerGraph, patterns: Sequence[PathPattern]) -> dict[int,
 def _skip_init(
     graph: LayerGraph, fates: dict[int, Fate]
 ) -> tuple[dict[int, Fate], dict[int, str], list[str]]:
-    """Let all norms of residual branches go; say at which layers the scalars stand, and why."""
+    """Let all norms of residual branches go; say at which layers the scalars stand, and why.
+
+    Last come the norms whose branch has no place for a scalar.
+    """
     gains, notes = {}, []
     for branch in dict.fromkeys(f.branch for f in fates.values()):
         if branch is None or branch.kind != "residual":
@@ -198,10 +207,7 @@ def _skip_init(
         call = None if place is None else graph.call(place)
         if place is None or call is None or not (call.kind == "batch_norm" or can_change(call)):
             last = [graph.call(n).path for n, f in fates.items() if f.branch == branch]
-            notes.append(
-                f"the branch of {last[-1]} keeps it: its end has no layer whose result could be scaled "
-                "by 0 and still learn"
-            )
+            notes.append(last[-1])
             continue
         gains[place] = "the end of a residual branch"
         why = "in a branch that begins as zero"

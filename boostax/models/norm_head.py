@@ -21,7 +21,7 @@ from boostax.models._surgery_nnx import named_modules, replace_modules
 from boostax.models.normalized import multiplier_start
 from boostax.models.normalized_dense import NormalizedDense
 from boostax.models.normalized_linear import NormalizedLinear
-from boostax.models.report import Change, ModelReport, nothing_matched
+from boostax.models.report import Change, ModelReport, NothingToRewriteError, nothing_matched
 
 __all__ = ["norm_head"]
 
@@ -93,7 +93,7 @@ def norm_head(
             "norm_head: the classifier is found by a call; give example inputs, as in "
             "norm_head(model, x)" + (", or path" if isinstance(model, nnx.Module) else "")
         )
-    settings = _Settings(multiplier_init, use_bias, epsilon)
+    settings = HeadRule(multiplier_init, use_bias, epsilon)
     if path is None:
         graph = layer_graph(model, example_inputs, kwargs, rngs=rngs, method=method)
         layers = {
@@ -111,7 +111,9 @@ def norm_head(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Settings:
+class HeadRule:
+    """How the head is normalised; also the rule of a linen layer."""
+
     multiplier_init: float | None
     use_bias: bool
     epsilon: float
@@ -160,7 +162,7 @@ def _head_of(graph: LayerGraph, layers: Mapping[str, Any]) -> str:
             if call is not None and call.path in layers:
                 found[call.path] = None
     if len(found) > 1:
-        raise ValueError(
+        raise NothingToRewriteError(
             f"norm_head: several dense layers give an output of the model: {', '.join(found)}; "
             "choose one by path="
         )
@@ -197,7 +199,7 @@ def _named(pattern: PathPattern, layers: Mapping[str, Any]) -> str:
 
 
 def _replaced(
-    model: Any, layers: Mapping[str, Any], head: str, settings: _Settings, why: str
+    model: Any, layers: Mapping[str, Any], head: str, settings: HeadRule, why: str
 ) -> tuple[Any, ModelReport]:
     layer = layers[head]
     if not isinstance(layer, nn.Dense | nnx.Linear):
@@ -217,5 +219,11 @@ def _replaced(
     left = [(path, "is not the model's output") for path in layers if path != head]
     if not why.startswith("its"):
         left = [(path, "path does not match it") for path, _ in left]
-    notes = ("the head's bias is dropped",) if had_bias and not settings.use_bias else ()
-    return new, ModelReport("norm_head", (change,), tuple(left), notes)
+    notes = ["the head's bias is dropped"] if had_bias and not settings.use_bias else []
+    plain: Any = nn.Dense(1) if isinstance(layer, nn.Dense) else nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+    notes += [
+        f"the head's own {name} is not used"
+        for name in ("dot_general", "dot_general_cls", "promote_dtype")
+        if getattr(layer, name, None) != getattr(plain, name, None)
+    ]
+    return new, ModelReport("norm_head", (change,), tuple(left), tuple(notes))

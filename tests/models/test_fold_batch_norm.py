@@ -323,3 +323,55 @@ def test_wrong_arguments():
     training = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
     with pytest.raises(ValueError, match=r"Looked at: layers/0 \(Linear\)"):
         fold_batch_norm(training, X)
+
+
+class _Tied(nnx.Module):
+    """A layer whose kernel the model reads itself, and one that it doesn't."""
+
+    def __init__(self, read):
+        rngs = nnx.Rngs(0)
+        self.a, self.b = (nnx.Linear(4, 4, use_bias=False, rngs=rngs) for _ in range(2))
+        self.n1, self.n2 = (nnx.BatchNorm(4, rngs=rngs) for _ in range(2))
+        self.read = read
+
+    def __call__(self, x):
+        x = nnx.relu(self.n2(self.b(x)))
+        y = self.n1(self.a(x))
+        if self.read == "tied":
+            return y @ self.a.kernel[...].T
+        return (y, (self.a.kernel[...] ** 2).sum()) if self.read == "penalty" else y
+
+
+@pytest.mark.parametrize("read", ["tied", "penalty"])
+def test_a_kernel_that_the_model_reads_itself_is_left(read):
+    model = _Tied(read)
+    for norm in (model.n1, model.n2):
+        norm.var.set_value(jnp.full(4, 4.0))
+    x = jnp.ones((2, 4)) * jnp.arange(4.0)[None]
+    folded, report = fold_batch_norm(model, jax.ShapeDtypeStruct((2, 4), jnp.float32))
+    assert [change.path for change in report.changes] == ["n2"]
+    assert report.left == (
+        ("n1", "the model reads the kernel or bias of a itself, beside calling it"),
+    )
+    model.eval()
+    for got, wanted in zip(jax.tree.leaves(folded(x)), jax.tree.leaves(model(x)), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+class _LinenTied(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        a = nn.Dense(4, use_bias=False, name="a")
+        y = nn.BatchNorm(use_running_average=True, name="n1")(a(x))
+        y = nn.relu(y) @ a.variables["params"]["kernel"].T
+        return nn.BatchNorm(use_running_average=True, name="n2")(nn.Dense(4, name="b")(y))
+
+
+def test_a_kernel_that_a_linen_model_reads_itself_is_left():
+    x = jax.random.normal(jax.random.key(1), (3, 4))
+    variables = _LinenTied().init(jax.random.key(0), x)
+    variables["batch_stats"]["n1"]["var"] = jnp.full(4, 4.0)
+    model, folded, report = fold_batch_norm(_LinenTied(), x, variables=variables)
+    assert [change.path for change in report.changes] == ["n2"]
+    wanted = _LinenTied().apply(variables, x)
+    np.testing.assert_allclose(model.apply(folded, x), wanted, rtol=1e-5, atol=1e-5)
