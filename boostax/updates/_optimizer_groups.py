@@ -11,13 +11,14 @@ from typing import Any
 import jax
 import optax
 
-from boostax._info import TransformInfo, with_info
+from boostax._info import TransformInfo, walk, with_info
 from boostax._tree import PathPattern, check_matched, leaf_paths, matches, path_string
 from boostax.updates._optimizer_names import call, function_of, mask_argument
 from boostax.updates._thor_checks import check_bool
 from boostax.updates._thor_groups import patterns_of
 from boostax.updates.centralize import centralize
-from boostax.updates.named._leaf_names import no_bias_or_norm
+from boostax.updates.named._masks import read_mask, without_bias_and_norm
+from boostax.updates.named._parts import is_zero
 from boostax.updates.row_sparse import is_row_sparse
 
 __all__ = ["Built", "build_groups", "described"]
@@ -70,12 +71,12 @@ def build_groups(
     decay_all = check_bool(caller, "decay_bias_and_norm", decay_all)
     centralized = check_bool(caller, "centralize", centralized)
     function_of(caller, name)
-    if not decay_all and name != "lars" and mask_argument(name) is None:
+    if not decay_all and mask_argument(name) is None:
         raise ValueError(
             f"{caller}: decay_bias_and_norm=False does not go with {name!r}, which has no weight decay "
             "that leaves could be taken out of; leave it out"
         )
-    base = call(caller, name, _masked(name, settings, decay_all))
+    base = call(caller, name, _masked(caller, name, settings, decay_all))
     if isinstance(groups, (str, Mapping)) or not isinstance(groups, Sequence):
         raise TypeError(
             f"{caller}: groups must be a sequence of mappings such as "
@@ -107,12 +108,20 @@ def build_groups(
     return Built(base, transform, label_of, fates)
 
 
-def _masked(name: str, settings: Mapping[str, Any], decay_all: bool) -> dict[str, Any]:
+def _masked(caller: str, name: str, settings: Mapping[str, Any], decay_all: bool) -> dict[str, Any]:
     """Return the settings, with biases and norms out of the decay where that was asked for."""
     argument = mask_argument(name)
-    if decay_all or argument is None or argument in settings:
+    if decay_all:
         return dict(settings)
-    return {**settings, argument: no_bias_or_norm}
+    if argument is None:
+        if not _is_none(settings.get("weight_decay")):
+            raise ValueError(
+                f"{caller}: {name} has a weight decay but no mask, so that decay_bias_and_norm=False "
+                "does not go with it; set its weight_decay to 0, or take another optimizer"
+            )
+        return dict(settings)
+    given = read_mask(caller, argument, settings.get(argument))
+    return {**settings, argument: without_bias_and_norm(given)}
 
 
 def _read(
@@ -136,7 +145,8 @@ def _read(
     own = {key: value for key, value in group.items() if key not in GROUP_KEYS}
     says = ", ".join(f"{k}={v}" for k, v in own.items() if isinstance(v, (bool, int, float, str)))
     if "optimizer" not in group:
-        transform = call(f"{caller}: {where}", name, _masked(name, {**settings, **own}, decay_all))
+        inside = f"{caller}: {where}"
+        transform = call(inside, name, _masked(inside, name, {**settings, **own}, decay_all))
     elif own:
         raise ValueError(
             f"{caller}: {where} has an optimizer of its own; put {', '.join(own)} into its settings"
@@ -153,6 +163,12 @@ def _other(
 ) -> tuple[Any, str]:
     """Return another optimizer for a group, and what it is called."""
     if hasattr(other, "init") and hasattr(other, "update"):
+        if not decay_all and any(map(_decays, walk(other))):
+            raise ValueError(
+                f"{caller}: {where}['optimizer'] is a transformation that decays what it is given, and "
+                "decay_bias_and_norm=False can't reach into it; give it by name, such as "
+                "{'name': 'adamw', 'weight_decay': 0.1}, which then decays no biases and norms"
+            )
         return other, "an optimizer of its own"
     given = {"name": other} if isinstance(other, str) else other
     if not isinstance(given, Mapping) or "name" not in given:
@@ -165,8 +181,18 @@ def _other(
     function_of(f"{caller}: {where}['optimizer']", name)
     if "learning_rate" in settings:
         given = {"learning_rate": settings["learning_rate"]} | given
-    built = call(f"{caller}: {where}['optimizer']", name, _masked(name, given, decay_all))
+    inside = f"{caller}: {where}['optimizer']"
+    built = call(inside, name, _masked(inside, name, given, decay_all))
     return built, str(name)
+
+
+def _decays(info: TransformInfo) -> bool:
+    """Say whether this part of a transformation decays weights, as far as it tells."""
+    return info.name == "add_decayed_weights" or not _is_none(info.settings.get("weight_decay"))
+
+
+def _is_none(weight_decay: Any) -> bool:
+    return weight_decay is None or is_zero(weight_decay)
 
 
 def _checked(caller: str, read: Sequence[Group], base: Any, label_of: Callable[[str], str]) -> Any:

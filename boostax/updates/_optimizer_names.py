@@ -10,6 +10,7 @@ from typing import Any
 import optax
 
 from boostax.errors import did_you_mean
+from boostax.updates.named._masks import read_mask
 
 __all__ = ["argument_problem", "call", "function_of", "known_names", "mask_argument", "whose"]
 
@@ -28,6 +29,10 @@ _ELSEWHERE = {
     "use_clip": "MindSpore's use_clip is clip here.",
     "lars_filter": "MindSpore's lars_filter is mask here, of parameters instead of names.",
     "loss_scale": "Give it to train_step(loss_scale=...), which unscales the gradients.",
+    "settings": (
+        "Give them as keywords; optax.inject_hyperparams takes a function of the numbers: "
+        "inject_hyperparams(lambda learning_rate: optimizer('sgd', learning_rate=learning_rate))(...)."
+    ),
     "params": "The parameters go to init(params); settings of some of them into groups=.",
     "maximize": "Descend along the negative loss instead.",
     "order_params": "Leaves have paths here and no order; leave it out.",
@@ -81,8 +86,6 @@ def argument_problem(name: str, argument: str, takes: Iterable[str]) -> str:
 
 def mask_argument(name: str) -> str | None:
     """Return the argument that tells which leaves decay, or None where nothing decays."""
-    if name == "lars":
-        return None  # its mask says this by default
     takes = inspect.signature(known_names()[name]).parameters
     return next((argument for argument in _MASKS if argument in takes), None)
 
@@ -101,4 +104,5 @@ def call(caller: str, name: str, settings: Mapping[str, Any]) -> optax.GradientT
     ]
     if missing:
         raise TypeError(f"{caller}: {name} needs {' and '.join(missing)}; give it as a keyword")
-    return function(**settings)
+    masks = {key: read_mask(caller, key, settings[key]) for key in _MASKS if key in settings}
+    return function(**{**settings, **masks})

@@ -42,8 +42,9 @@ def optimizer(
       groups: a sequence of mappings. Default (): none.
       decay_bias_and_norm: False takes biases and the parameters of norms out of the weight decay, in
         all groups. They are told by Flax's names: ``bias``, ``scale``, anything but kernels in
-        ``BatchNorm_0``, ``LayerNorm``, ``norm1``, ``bn1`` and the like. Default True: all decay, as
-        there.
+        ``BatchNorm_0``, ``LayerNorm``, ``norm1``, ``bn1`` and the like. A ``mask`` takes out what it
+        takes out as well. Default True: all decay, as there (``lars`` leaves these out unless it has
+        a ``mask``).
       centralize: whether the gradients of all leaves outside of groups are centralized first, as by
         :func:`boostax.centralize`. Default False.
       **settings: the optimizer's own arguments.
@@ -54,8 +55,9 @@ def optimizer(
 
     Raises:
       TypeError: an argument that the optimizer does not have, or lacks, or of the wrong kind.
-      ValueError: an unknown name, a value out of its range; at ``init``, a pattern that matches no leaf
-        or a leaf in two groups.
+      ValueError: an unknown name, a value out of its range, ``decay_bias_and_norm=False`` where it
+        can't be kept (a group with a ready transformation that decays); at ``init``, a pattern that
+        matches no leaf or a leaf in two groups.
 
     Example:
       >>> import jax.numpy as jnp

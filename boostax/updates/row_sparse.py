@@ -48,6 +48,9 @@ class RowSparse:
     values: Any
     shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
+    # Else numpy would take it for an object, and add it to each of an array's entries.
+    __array_ufunc__ = None
+
     @classmethod
     def from_bcoo(cls, array: BCOO) -> RowSparse:
         """Return the same rows of a ``BCOO`` with one sparse axis, the first, and no batch axes."""
@@ -105,5 +108,12 @@ def _known(indices: Any, count: int) -> jax.Array:
     """Return the indices with all that name no row at ``count``, where a scatter drops them."""
     indices = jnp.asarray(indices)
     if not jnp.issubdtype(indices.dtype, jnp.integer):
-        raise TypeError(f"RowSparse: indices must be integers, got {indices.dtype}")
+        raise TypeError(
+            f"RowSparse: indices must be integers, got {indices.dtype}. What works on a gradient's "
+            "numbers (clipping, accumulation) does not know row-sparse gradients; take it away, or give "
+            "it the dense gradient"
+        )
+    # In a narrow dtype the count itself may wrap around to a row.
+    if indices.dtype.itemsize < 4:
+        indices = indices.astype(jnp.int32)
     return jnp.where((indices < 0) | (indices >= count), count, indices)

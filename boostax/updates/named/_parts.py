@@ -12,6 +12,7 @@ import optax
 from boostax._info import TransformInfo, with_info
 from boostax.errors import did_you_mean
 from boostax.updates._thor_checks import check_bool, check_number, check_rate
+from boostax.updates.named._masks import read_mask
 from boostax.updates.row_sparse import is_row_sparse
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "check_bool",
     "check_convention",
     "check_eps",
+    "check_mindspores",
     "check_number",
     "check_rate",
     "decay",
@@ -26,6 +28,7 @@ __all__ = [
     "in_float32",
     "is_zero",
     "next_count",
+    "read_mask",
     "refuse_complex",
     "wide_dtype",
 ]
@@ -41,6 +44,15 @@ def check_convention(caller: str, convention: Any) -> str:
             f"{did_you_mean(str(convention), CONVENTIONS)}"
         )
     return convention
+
+
+def check_mindspores(caller: str, convention: Any) -> None:
+    """Refuse PyTorch's convention for an optimizer that PyTorch does not have."""
+    if check_convention(caller, convention) != "mindspore":
+        raise ValueError(
+            f"{caller}: convention must be 'mindspore', got {convention!r}; PyTorch has no such "
+            "optimizer"
+        )
 
 
 def check_eps(caller: str, eps: Any) -> Any:
@@ -115,6 +127,7 @@ def _leaves(tree: Any) -> list[Any]:
 def decay(caller: str, weight_decay: Any, mask: Any) -> list[Any]:
     """Return what adds the decay to the gradient, as a list of one part or none."""
     weight_decay = check_number(caller, "weight_decay", weight_decay, 0.0)
+    mask = read_mask(caller, "mask", mask)
     if is_zero(weight_decay):
         return []
     return [optax.add_decayed_weights(weight_decay, mask)]

@@ -36,7 +36,8 @@ def adadelta(
       rho: :math:`\rho` in [0, 1). Default 0.9.
       eps: :math:`\epsilon`, above 0, inside both roots. Default 1e-6.
       weight_decay: :math:`\delta`, at least 0, added to the gradient (L2). Default 0.
-      mask: which leaves decay: a tree of bools, or a function of the parameters. Default None: all.
+      mask: which leaves decay: a tree of bools, a function of the parameters, or a list of path
+        patterns. Default None: all.
       convention: ``"torch"`` or ``"mindspore"``; they agree here. Default ``"torch"``.
 
     Returns:

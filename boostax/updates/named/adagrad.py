@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from boostax._compat import explicit_spec
 from boostax._info import TransformInfo, with_info
 from boostax.updates.named import _parts as parts
 from boostax.updates.row_sparse import RowSparse, coalesced, is_row_sparse
@@ -57,7 +58,8 @@ def adagrad(
         an entry whose sum is 0 does not move then.
       weight_decay: :math:`\delta`, at least 0, added to the gradient (L2). Not with sparse gradients.
         Default 0.
-      mask: which leaves decay: a tree of bools, or a function of the parameters. Default None: all.
+      mask: which leaves decay: a tree of bools, a function of the parameters, or a list of path
+        patterns. Default None: all.
       convention: ``"torch"`` or ``"mindspore"``: which defaults are taken. Default ``"torch"``.
 
     Returns:
@@ -115,7 +117,15 @@ def adagrad(
             )
         if tuple(grad.shape) != old.shape:
             raise ValueError(f"{name}: a gradient of shape {grad.shape} for a leaf of {old.shape}")
+        if explicit_spec(old) is not None:
+            raise ValueError(
+                f"{name}: row-sparse gradients don't go with a table that is sharded over explicit mesh "
+                "axes; make the mesh with AxisType.Auto, replicate the table, or give the dense gradient"
+            )
         rows = coalesced(grad, old.dtype)
+        if 0 in old.shape:
+            step = RowSparse(rows.indices, rows.values.astype(grad.dtype), rows.shape)
+            return step, old
         # Indices that name no row read what they like; the scatters drop them.
         new = old.at[rows.indices].get(mode="clip") + rows.values * rows.values
         step = _step(rows.values, new, rate).astype(grad.dtype)

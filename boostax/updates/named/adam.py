@@ -65,7 +65,8 @@ def adam(
       nesterov: MindSpore's ``use_nesterov``, with :math:`\beta_1 m_t + (1 - \beta_1) g` in the place of
         :math:`m_t`; PyTorch's Adam has no such form. Default False.
       weight_decay: :math:`\delta`, at least 0, added to the gradient (L2). Default 0.
-      mask: which leaves decay: a tree of bools, or a function of the parameters. Default None: all.
+      mask: which leaves decay: a tree of bools, a function of the parameters, or a list of path
+        patterns. Default None: all.
       convention: ``"torch"`` or ``"mindspore"``, see the formula. Default ``"torch"``.
 
     Returns:
@@ -137,6 +138,7 @@ def adam_weight_decay(
     eps: float = 1e-6,
     weight_decay: float = 0.0,
     mask: Any = None,
+    convention: str = "mindspore",
 ) -> optax.GradientTransformationExtraArgs:
     r"""Adam with decoupled decay and without correction: MindSpore's ``nn.AdamWeightDecay``.
 
@@ -151,7 +153,8 @@ def adam_weight_decay(
       b2: in [0, 1). Default 0.999.
       eps: :math:`\epsilon`, above 0. Default 1e-6.
       weight_decay: :math:`\delta`, at least 0, beside the step, not in the gradient. Default 0.
-      mask: which leaves decay: a tree of bools, or a function of the parameters. Default None: all.
+      mask: which leaves decay, as for :func:`adam`. Default None: all.
+      convention: ``"mindspore"``; there is no other. Default ``"mindspore"``.
 
     Returns:
       A ``GradientTransformationExtraArgs``.
@@ -180,6 +183,7 @@ def adam_weight_decay(
     b1 = parts.check_number(name, "b1", b1, 0.0, high=1.0)
     b2 = parts.check_number(name, "b2", b2, 0.0, high=1.0)
     eps = parts.check_eps(name, eps)
+    parts.check_mindspores(name, convention)
     shown = {
         "learning_rate": learning_rate,
         "b1": b1,

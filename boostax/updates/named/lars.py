@@ -34,6 +34,7 @@ def lars(
     eps: float = 1e-5,
     clip: bool = False,
     mask: Any = None,
+    convention: str = "mindspore",
 ) -> optax.GradientTransformationExtraArgs:
     r"""Scale each leaf's gradient by the ratio of the leaf's norm to the gradient's, then descend.
 
@@ -53,8 +54,10 @@ def lars(
       trust_coefficient: :math:`\eta`, above 0, MindSpore's ``coefficient``. Default 0.001.
       eps: :math:`\epsilon`, at least 0. Default 1e-5.
       clip: bound the rate so that :math:`\alpha r` is at most :math:`\alpha`. Default False.
-      mask: which leaves are scaled and decay: a tree of bools, or a function of the parameters. Default
-        None: all but biases and the parameters of norms, by their names.
+      mask: which leaves are scaled and decay: a tree of bools, a function of the parameters, or a list
+        of path patterns. Default None: all but biases and the parameters of norms, by their names, so
+        that ``decay_bias_and_norm`` changes nothing; ``["*"]`` takes all.
+      convention: ``"mindspore"``; there is no other. Default ``"mindspore"``.
 
     Returns:
       A ``GradientTransformationExtraArgs``.
@@ -86,6 +89,8 @@ def lars(
     trust = parts.check_number(name, "trust_coefficient", trust_coefficient, 0.0, open_=True)
     eps = parts.check_number(name, "eps", eps, 0.0)
     clip = parts.check_bool(name, "clip", clip)
+    mask = parts.read_mask(name, "mask", mask)
+    parts.check_mindspores(name, convention)
     if clip and parts.is_zero(learning_rate):
         raise ValueError(f"{name}: clip=True divides by the learning rate, which must be above 0")
     if nesterov and parts.is_zero(momentum):

@@ -57,7 +57,8 @@ def rmsprop(
       centered: whether the squared mean is taken off. Default False.
       momentum: :math:`\mu` in [0, 1). Default 0: no buffer is kept.
       weight_decay: :math:`\delta`, at least 0, added to the gradient (L2). Default 0.
-      mask: which leaves decay: a tree of bools, or a function of the parameters. Default None: all.
+      mask: which leaves decay: a tree of bools, a function of the parameters, or a list of path
+        patterns. Default None: all.
       convention: ``"torch"`` or ``"mindspore"``, see the formula. Default ``"torch"``.
 
     Returns:

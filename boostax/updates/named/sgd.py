@@ -37,9 +37,10 @@ def sgd(
       dampening: :math:`\tau`, a number of at least 0 that the new gradient is lowered by. Default 0.
       nesterov: whether Nesterov's form is taken; it needs momentum, and no dampening. Default False.
       weight_decay: :math:`\delta`, at least 0, added to the gradient (L2). Default 0.
-      mask: which leaves decay: a tree of bools, or a function of the parameters. Default None: all.
-      convention: ``"torch"`` or ``"mindspore"``; they agree here, and one setting can go through all
-        optimizers. Default ``"torch"``.
+      mask: which leaves decay: a tree of bools, a function of the parameters, or a list of path
+        patterns. Default None: all.
+      convention: ``"torch"`` or ``"mindspore"``; they agree here, and ``"mindspore"`` can go through
+        all optimizers. Default ``"torch"``.
 
     Returns:
       A ``GradientTransformationExtraArgs``.
