@@ -8,7 +8,10 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+
+from boostax.updates._thor_checks import whole_number
 
 __all__ = ["read_state"]
 
@@ -26,8 +29,9 @@ def read_state(
             f"state_dict() returns it, or the path of an .npz file, got {type(state).__name__}{keys}"
         )
     groups = state["param_groups"]
-    if not isinstance(groups, Sequence) or not groups or not all("params" in g for g in groups):
-        raise ValueError(f"{caller}: param_groups must be a list of groups with 'params'")
+    if not isinstance(groups, Sequence) or isinstance(groups, str) or not groups:
+        raise TypeError(f"{caller}: param_groups must be a list of groups, got {groups!r}")
+    groups = [_group(caller, number, group) for number, group in enumerate(groups)]
     try:
         entries = {int(index): dict(entry) for index, entry in state["state"].items()}
     except (AttributeError, TypeError, ValueError):
@@ -37,12 +41,29 @@ def read_state(
         ) from None
     for index, entry in entries.items():
         for key, value in entry.items():
-            if value is not None and np.asarray(value).dtype.kind not in "biuf":
+            if value is not None and not _is_real(np.asarray(value).dtype):
+                got = f"{type(value).__name__} of dtype {np.asarray(value).dtype}"
                 raise TypeError(
-                    f"{caller}: state[{index}][{key!r}] must be numbers, got {type(value).__name__}; "
-                    "turn tensors into numpy arrays first"
+                    f"{caller}: state[{index}][{key!r}] must be real numbers, got {got}; turn tensors "
+                    "into numpy arrays first, those of bfloat16 with .float().numpy()"
                 )
-    return entries, list(groups)
+    return entries, groups
+
+
+def _group(caller: str, number: int, group: Any) -> Mapping[str, Any]:
+    where = f"{caller}: param_groups[{number}]"
+    if not isinstance(group, Mapping) or "params" not in group:
+        raise TypeError(f"{where} must be a mapping with 'params' and settings, got {group!r}")
+    members = group["params"]
+    members = members.tolist() if isinstance(members, np.ndarray) else members
+    if not isinstance(members, (list, tuple)) or not all(map(whole_number, members)):
+        raise TypeError(f"{where}['params'] must be a list of parameters' numbers, got {members!r}")
+    return {**group, "params": [int(member) for member in members]}
+
+
+def _is_real(dtype: Any) -> bool:
+    # numpy calls bfloat16 neither a float nor a number.
+    return dtype.kind in "biuf" or bool(jnp.issubdtype(dtype, jnp.floating))
 
 
 def _read_file(caller: str, path: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from boostax.errors import did_you_mean
 
-__all__ = ["CLASSES", "class_of", "settings_of"]
+__all__ = ["CLASSES", "classes_of", "settings_of"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,37 +50,52 @@ CLASSES: dict[str, TorchClass] = {
         {**_ALL, "betas": "betas", "eps": "eps"}, {"exp_avg": "mu", "exp_avg_sq": "nu"}
     ),
 }
-# How it is computed, and what only a scheduler reads.
-_NO_SETTING = frozenset(
-    {"params", "param_names", "foreach", "fused", "capturable", "differentiable", "initial_lr"}
-    | {"decoupled_weight_decay", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
-)
+# By decoupled_weight_decay.
+_ADAMS = ("adam", "adamw")
+# What changes the step in some optimizer of PyTorch. All other keys (how it is computed, what a
+# scheduler reads, names that the user gave) don't.
+_SETTINGS = frozenset(
+    {"maximize", "lambd", "t0", "momentum_decay", "etas", "step_sizes", "beta2_decay", "d"}
+    | {"max_iter", "max_eval", "history_size", "line_search_fn", "ns_steps", "adjust_lr_fn"}
+).union(*(known.settings for known in CLASSES.values()))
 # Settings that are not here, with the one value that changes nothing.
 _OFF = {"maximize": False, "amsgrad": False}
 _TELLS = {"rho": "adadelta", "centered": "rmsprop", "lr_decay": "adagrad", "dampening": "sgd"}
 
 
-def class_of(caller: str, name: Any, groups: Sequence[Mapping[str, Any]]) -> str:
-    """Return which optimizer it was: the one that was said, or what the settings tell."""
-    if name is not None:
-        if name not in CLASSES:
+def classes_of(caller: str, name: Any, groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return which optimizer each group had: the one that was said, or what the settings tell."""
+    if name is None:
+        return [_told(caller, number, groups) for number in range(len(groups))]
+    if not isinstance(name, str) or name not in CLASSES:
+        raise ValueError(
+            f"{caller}: name must be one of {', '.join(map(repr, CLASSES))}, got {name!r}."
+            f"{did_you_mean(str(name), CLASSES)}"
+        )
+    for number, group in enumerate(groups):
+        decoupled = _plain(group.get("decoupled_weight_decay"))
+        if name in _ADAMS and decoupled is not None and _ADAMS[bool(decoupled)] != name:
             raise ValueError(
-                f"{caller}: name must be one of {', '.join(map(repr, CLASSES))}, got {name!r}."
-                f"{did_you_mean(str(name), CLASSES)}"
+                f"{caller}: name is {name!r}, but param_groups[{number}] has decoupled_weight_decay="
+                f"{decoupled!r}, which is {_ADAMS[bool(decoupled)]!r}; leave name out"
             )
-        return name
+    return [name] * len(groups)
+
+
+def _told(caller: str, number: int, groups: Sequence[Mapping[str, Any]]) -> str:
+    group = groups[number]
     for setting, told in _TELLS.items():
         if setting in groups[0]:
             return told
     # AdamW is told by decoupled_weight_decay, which older versions don't write.
     if {"betas", "amsgrad"} <= set(groups[0]):
-        if "decoupled_weight_decay" in groups[0]:
-            return "adamw" if groups[0]["decoupled_weight_decay"] else "adam"
-        if not any(group.get("weight_decay") for group in groups):
+        if group.get("decoupled_weight_decay") is not None:
+            return _ADAMS[bool(_plain(group["decoupled_weight_decay"]))]
+        if not group.get("weight_decay"):
             return "adam"
     raise ValueError(
-        f"{caller}: the groups' settings ({', '.join(map(str, groups[0]))}) don't tell which optimizer "
-        f"this was; say so with name=, one of {', '.join(map(repr, CLASSES))}"
+        f"{caller}: the settings of param_groups[{number}] ({', '.join(map(str, group))}) don't tell "
+        f"which optimizer this was; say so with name=, one of {', '.join(map(repr, CLASSES))}"
     )
 
 
@@ -93,9 +108,7 @@ def settings_of(
     for key, value in group.items():
         if key in known:
             read[known[key]] = _plain(value)
-        elif key in _NO_SETTING:
-            continue
-        elif key not in _OFF or _plain(value) != _OFF[key]:
+        elif key in _SETTINGS and (key not in _OFF or _plain(value) != _OFF[key]):
             raise ValueError(
                 f"{caller}: param_groups[{number}] has {key}={value!r}, which {name} does not have here"
                 f"{'; descend along the negative loss instead' if key == 'maximize' else ''}. Known: "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,9 +14,10 @@ import optax
 from boostax._tree import leaf_paths, natural_key
 from boostax.errors import did_you_mean
 from boostax.updates._thor_checks import whole_number
+from boostax.updates._torch_entries import Part, counts_matter, parts_of
 from boostax.updates._torch_files import read_state
-from boostax.updates._torch_layout import Layout, read_layout
-from boostax.updates._torch_settings import CLASSES, class_of, settings_of
+from boostax.updates._torch_layout import read_layout
+from boostax.updates._torch_settings import classes_of, settings_of
 from boostax.updates.optimizer import optimizer
 
 __all__ = ["from_torch_state"]
@@ -28,7 +29,7 @@ def from_torch_state(
     state: Mapping[str, Any] | str | os.PathLike[str],
     params: Any,
     *,
-    order: Sequence[str],
+    order: Iterable[str],
     name: str | None = None,
     layout: str | Mapping[Any, Sequence[int]] = "torch",
     learning_rate: Any = None,
@@ -38,7 +39,9 @@ def from_torch_state(
 
     ``SGD``, ``Adagrad``, ``Adadelta``, ``RMSprop``, ``Adam`` and ``AdamW`` are read. The next updates
     are PyTorch's: settings, buffers, averages and step counts are taken over, parameter groups become
-    groups. The parameters themselves are yours to bring.
+    groups. Parameters of one group with different step counts (some were frozen for a while) become
+    groups of their own. Leaves that PyTorch's optimizer was not given stay as they are. The parameters
+    themselves are yours to bring.
 
     Args:
       state: what ``torch.optim.Optimizer.state_dict()`` returned, with its tensors as numpy arrays; or
@@ -47,15 +50,17 @@ def from_torch_state(
         write one.
       params: the parameters here, arrays or ``ShapeDtypeStruct`` leaves.
       order: the path of the leaf that each of PyTorch's parameters became, by their numbers in the
-        ``state_dict``, which is the order in which the optimizer was given them.
+        ``state_dict``, which is the order in which the optimizer was given them; any iterable of text
+        that has an order.
       name: ``"sgd"``, ``"adagrad"``, ``"adadelta"``, ``"rmsprop"``, ``"adam"`` or ``"adamw"``. Default
-        None: it is told by the groups' settings, where those tell.
+        None: it is told by the groups' settings, where those tell; Adam with
+        ``decoupled_weight_decay`` is AdamW, group by group.
       layout: how PyTorch's axes become those here. ``"torch"``: leaves named ``kernel`` are turned, a
         linear weight (out, in) to (in, out), a convolution's (out, in, *window) to (*window, in, out);
         all others are taken as they are. ``"same"``: all are. A mapping from path patterns to the
         order of PyTorch's axes here, ``{"*/kernel": (1, 0)}``; what none fits is taken as it is.
       learning_rate: a number or a schedule of the update count, for all groups. Default None: each
-        group's ``lr``, as the scheduler left it.
+        group's ``lr``, as the scheduler left it. A schedule goes on at the largest step count.
       updates: how many updates were made; needed for a schedule with SGD, which does not count them,
         and not taken otherwise. Default None: PyTorch's own step count.
 
@@ -64,8 +69,8 @@ def from_torch_state(
 
     Raises:
       TypeError: an argument is of the wrong kind.
-      ValueError: an optimizer or a setting that is not read, leaves that are missing, left over or of
-        another shape, parameters of one group with different step counts.
+      ValueError: an optimizer or a setting that is not read, a ``name`` that the settings contradict,
+        an entry that is incomplete or of no group, a path that is no leaf, a buffer of another shape.
 
     Example:
       >>> import numpy as np, jax.numpy as jnp
@@ -87,31 +92,36 @@ def from_torch_state(
       dropout is not carried over, so that a run goes on alike and not bit for bit.
     """
     entries, torch_groups = read_state(_CALLER, state)
-    name = class_of(_CALLER, name, torch_groups)
+    names = classes_of(_CALLER, name, torch_groups)
     turned = read_layout(_CALLER, layout)
-    _check_updates(name, learning_rate, updates)
+    _check_updates(names[0], learning_rate, updates)
     paths = leaf_paths(params)
-    leaves = dict(zip(paths, jax.tree.leaves(params), strict=True))
-    numbers = _numbers(torch_groups, order, paths)
-    settings = [
-        settings_of(_CALLER, name, number, group, learning_rate)
-        for number, group in enumerate(torch_groups)
-    ]
-    base, *others = settings
-    groups = [
-        {"params": [_exactly(order[i]) for i in numbers[k]], **own}
-        for k, own in enumerate(others, 1)
-    ]
-    tx = optimizer(name, groups=groups, **base)
-    counts, values = [], []
-    for number, members in enumerate(numbers):
-        dampened = bool(settings[number].get("dampening"))
-        count, trees = _read_group(
-            name, number, members, entries, order, leaves, turned, updates, dampened
-        )
-        counts.append(count)
-        values.append(trees)
-    return tx, _filled(tx.init(params), params, values, counts)
+    leaves = jax.tree.leaves(params)
+    shapes = {path: tuple(leaf.shape) for path, leaf in zip(paths, leaves, strict=True)}
+    order = _read_order(order, paths)
+    numbers = _numbers(torch_groups, entries, order)
+    parts: list[Part] = []
+    for number, (own, group, members) in enumerate(zip(names, torch_groups, numbers, strict=True)):
+        if members:
+            settings = settings_of(_CALLER, own, number, group, learning_rate)
+            parts += parts_of(_CALLER, own, settings, members, entries, order, shapes, turned)
+    made = max(part.count for part in parts) if updates is None else int(updates)
+    if callable(learning_rate):
+        _check_schedule(parts, made)
+    first, *others = parts
+    groups: list[dict[str, Any]] = [_group(part, first.name) for part in others]
+    left = frozenset(paths) - frozenset(order)
+    if left:  # PyTorch's optimizer was not given these, so that they stay as they are.
+        groups.append({"params": left.__contains__, "optimizer": optax.set_to_zero()})
+    tx = optimizer(first.name, groups=groups, **first.settings)
+    return tx, _filled(tx.init(params), params, parts, made)
+
+
+def _group(part: Part, base: str) -> dict[str, Any]:
+    inside = {"params": frozenset(part.paths).__contains__}
+    if part.name == base:
+        return {**inside, **part.settings}
+    return {**inside, "optimizer": {"name": part.name, **part.settings}}
 
 
 def _check_updates(name: str, learning_rate: Any, updates: Any) -> None:
@@ -127,108 +137,88 @@ def _check_updates(name: str, learning_rate: Any, updates: Any) -> None:
         raise ValueError(f"{_CALLER}: updates must be an int of at least 1, got {updates!r}")
 
 
-def _exactly(path: str) -> Any:
-    return lambda other: other == path
+def _check_schedule(parts: Sequence[Part], made: int) -> None:
+    """Refuse a schedule where its count is also one that differs from parameter to parameter."""
+    for part in parts:
+        # Adam's averages have a count of their own.
+        shared = part.name in ("sgd", "adagrad") and counts_matter(part.name, part.settings)
+        behind = part.count == 0 if part.name == "sgd" else part.count < made
+        if shared and behind:
+            what = "dampening" if part.name == "sgd" else "lr_decay"
+            raise ValueError(
+                f"{_CALLER}: {', '.join(part.paths)} made {part.count} updates, the run {made}; {what} "
+                "goes by the first number, a schedule by the second. Leave learning_rate out"
+            )
 
 
-def _numbers(
-    torch_groups: Sequence[Mapping[str, Any]], order: Any, paths: Sequence[str]
-) -> list[list[int]]:
-    """Return the numbers of each group's parameters, after checking ``order`` against the leaves."""
-    if isinstance(order, str) or not all(isinstance(path, str) for path in order):
+def _read_order(order: Any, paths: Sequence[str]) -> list[str]:
+    """Return ``order`` as a list, checked against the leaves."""
+    listed = order
+    if isinstance(order, Iterable) and not isinstance(order, (str, set, frozenset)):
+        listed = list(order)
+    if not isinstance(listed, list) or not all(isinstance(path, str) for path in listed):
         raise TypeError(
             f"{_CALLER}: order must be a sequence of leaf paths, PyTorch's parameter by parameter, got "
-            f"{order!r}"
+            f"{listed!r}"
         )
-    numbers = [[int(i) for i in group["params"]] for group in torch_groups]
-    flat = [i for members in numbers for i in members]
-    if sorted(flat) != list(range(len(order))):
-        raise ValueError(
-            f"{_CALLER}: order has {len(order)} paths, but PyTorch's groups have {len(flat)} "
-            "parameters; give one path for each"
-        )
-    for path in order:
+    for path in listed:
         if path not in paths:
             raise ValueError(
                 f"{_CALLER}: order has {path!r}, which is no leaf.{did_you_mean(path, paths)} Leaves: "
                 f"{', '.join(sorted(paths, key=natural_key))}"
             )
-    left = sorted(set(paths) - set(order), key=natural_key)
-    if left or len(set(order)) < len(order):
-        problem = f"leaves out {', '.join(left)}" if left else "names a leaf twice"
-        raise ValueError(f"{_CALLER}: order {problem}; give each leaf's path once")
+    if len(set(listed)) < len(listed):
+        twice = sorted({path for path in listed if listed.count(path) > 1}, key=natural_key)
+        raise ValueError(f"{_CALLER}: order names {', '.join(twice)} twice; give each path once")
+    return listed
+
+
+def _numbers(
+    torch_groups: Sequence[Mapping[str, Any]], entries: Mapping[int, Any], order: Sequence[str]
+) -> list[list[int]]:
+    """Return the numbers of each group's parameters, after checking them against ``order``."""
+    numbers = [list(group["params"]) for group in torch_groups]
+    flat = [i for members in numbers for i in members]
+    if not flat:
+        raise ValueError(f"{_CALLER}: param_groups has no parameters")
+    if sorted(flat) != list(range(len(order))):
+        raise ValueError(
+            f"{_CALLER}: order has {len(order)} paths, but PyTorch's groups have {len(set(flat))} "
+            f"parameters, with the numbers {min(flat)} to {max(flat)}; give one path for each"
+        )
+    stray = sorted(set(entries) - set(flat))
+    if stray:
+        raise ValueError(
+            f"{_CALLER}: state has an entry for parameter {', '.join(map(str, stray))}, which is in no "
+            "group; state and param_groups must be those of one state_dict"
+        )
     return numbers
 
 
-def _read_group(
-    name: str,
-    number: int,
-    members: Sequence[int],
-    entries: Mapping[int, Mapping[str, Any]],
-    order: Sequence[str],
-    leaves: Mapping[str, Any],
-    turned: Layout,
-    updates: int | None,
-    dampened: bool,
-) -> tuple[int, dict[str, dict[str, Any]]]:
-    """Return a group's update count, and per field of the state its values by path."""
-    fields = CLASSES[name].fields
-    steps: set[int] = set()
-    trees: dict[str, dict[str, Any]] = {}
-    for index in members:
-        entry = entries.get(index) or {}
-        unknown = set(entry) - {"step", *fields}
-        if unknown:
-            raise ValueError(
-                f"{_CALLER}: state[{index}] has {', '.join(sorted(map(repr, unknown)))}, which "
-                f"{name} does not keep; say with name= which optimizer it is. Known: step, "
-                f"{', '.join(fields)}"
-            )
-        # SGD's buffers are None before the first step.
-        held = {key: value for key, value in entry.items() if value is not None and key != "step"}
-        if "step" in entry:
-            steps.add(int(np.asarray(entry["step"]).item()))
-        elif name != "sgd":
-            steps.add(0)
-        for key, value in held.items():
-            path = order[index]
-            array = turned(_CALLER, path, np.asarray(value), tuple(leaves[path].shape))
-            trees.setdefault(fields[key], {})[path] = array
-    lacking = [order[i] for i in members if "trace" in trees and order[i] not in trees["trace"]]
-    if name == "sgd" and lacking and dampened:
-        raise ValueError(
-            f"{_CALLER}: {', '.join(lacking)} has no momentum_buffer yet, others of group {number} "
-            "have; with dampening they count their first step apart. Put them into a group of their own"
-        )
-    if len(steps) > 1:
-        raise ValueError(
-            f"{_CALLER}: the parameters of group {number} have made {min(steps)} to {max(steps)} steps "
-            "there; here one group counts once. Put those with other counts into a group of their own"
-        )
-    made = steps.pop() if steps else int(bool(trees))
-    return (made if updates is None else int(updates)), trees
-
-
-def _filled(
-    state: Any, params: Any, values: Sequence[Mapping[str, Any]], counts: Sequence[int]
-) -> Any:
+def _filled(state: Any, params: Any, parts: Sequence[Part], made: int) -> Any:
     """Put the values and counts into a fresh state, group by group."""
-    if isinstance(state, optax.PartitionState):
-        labels = ["rest", *(f"group {k}" for k in range(len(values) - 1))]
-        parts = {
-            label: _filled_one(state.inner_states[label], params, tree, count)
-            for label, tree, count in zip(labels, values, counts, strict=True)
-        }
-        return state._replace(inner_states=parts)
-    return _filled_one(state, params, values[0], counts[0])
+    if not isinstance(state, optax.PartitionState):
+        return _filled_one(state, params, parts[0], made)
+    labels = ["rest", *(f"group {k}" for k in range(len(parts) - 1))]
+    filled = {
+        label: _filled_one(state.inner_states[label], params, part, made)
+        for label, part in zip(labels, parts, strict=True)
+    }
+    return state._replace(inner_states={**state.inner_states, **filled})
 
 
-def _filled_one(state: Any, params: Any, trees: Mapping[str, Any], count: int) -> Any:
-    structure, paths = jax.tree.structure(params), leaf_paths(params)
+def _filled_one(state: Any, params: Any, part: Part, made: int) -> Any:
+    structure, paths, trees = jax.tree.structure(params), leaf_paths(params), part.values
+    # A schedule goes by the updates of the run, an average by those of its parameter.
+    own = part.count if counts_matter(part.name, part.settings) else made
+    if part.name == "sgd":
+        # All that dampening asks is whether there was an update.
+        own = made = made if own else 0
 
-    def replaced(field: str, old: Any) -> Any:
+    def replaced(holder: Any, field: str, old: Any) -> Any:
         if field == "count":
-            return jnp.asarray(count, old.dtype)
+            of_run = isinstance(holder, optax.ScaleByScheduleState)
+            return jnp.asarray(made if of_run else own, old.dtype)
         if field not in trees:
             return old
         fresh = structure.flatten_up_to(old)
@@ -244,7 +234,9 @@ def _filled_one(state: Any, params: Any, trees: Mapping[str, Any], count: int) -
         if _is_named_tuple(part):
             unplaced.difference_update(part._fields)
             new = {
-                field: replaced(field, old) if field == "count" or field in trees else visit(old)
+                field: replaced(part, field, old)
+                if field == "count" or field in trees
+                else visit(old)
                 for field, old in zip(part._fields, part, strict=True)
             }
             return part._replace(**new)
@@ -264,4 +256,5 @@ def _is_named_tuple(part: Any) -> Any:
 
 
 def _placed(value: Any, like: Any) -> jax.Array:
-    return jax.device_put(jnp.asarray(value, like.dtype), like.sharding)
+    # A copy: on a CPU the array would else be the caller's, who may go on with it.
+    return jax.device_put(np.array(value, like.dtype), like.sharding)

@@ -222,7 +222,7 @@ SGD = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "params": [0, 1]}
             ValueError,
             "'c', which is no",
         ),
-        ({"state": {}, "param_groups": [SGD]}, {"order": ["a", "a"]}, ValueError, "leaves out b"),
+        ({"state": {}, "param_groups": [SGD]}, {"order": ["a", "a"]}, ValueError, "names a twice"),
         ({"state": {}, "param_groups": [SGD]}, {"name": "asgd"}, ValueError, "Did you mean 'sgd'"),
         (
             {"state": {}, "param_groups": [SGD]},
@@ -232,9 +232,9 @@ SGD = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "params": [0, 1]}
         ),
         (
             {"state": {0: {"momentum_buffer": ARRAYS[0]}}, "param_groups": [SGD]},
-            {},
+            {"learning_rate": optax.constant_schedule(0.1), "updates": 3},
             ValueError,
-            "b has no momentum_buffer yet",
+            "b made 0 updates, the run 3; dampening",
         ),
         (
             {"state": {0: {"exp_avg": ARRAYS[0]}}, "param_groups": [SGD]},
@@ -249,6 +249,30 @@ SGD = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "params": [0, 1]}
             "turn tensors into numpy arrays",
         ),
         (
+            {"state": {0: {"momentum_buffer": ARRAYS[0].astype(complex)}}, "param_groups": [SGD]},
+            {},
+            TypeError,
+            "must be real numbers, got ndarray of dtype complex128",
+        ),
+        ({"state": {}, "param_groups": [3]}, {}, TypeError, r"param_groups\[0\] must be a mapping"),
+        ({"state": {}, "param_groups": 3}, {}, TypeError, "param_groups must be a list"),
+        (
+            {"state": {}, "param_groups": [{**SGD, "params": ["a"]}]},
+            {},
+            TypeError,
+            "must be a list of parameters' numbers",
+        ),
+        ({"state": {}, "param_groups": [{**SGD, "params": []}]}, {}, ValueError, "no parameters"),
+        ({"state": {}, "param_groups": [SGD]}, {"order": None}, TypeError, "got None"),
+        ({"state": {}, "param_groups": [SGD]}, {"order": 3}, TypeError, "got 3"),
+        ({"state": {}, "param_groups": [SGD]}, {"order": {"a", "b"}}, TypeError, "must be a seq"),
+        (
+            {"state": {2: {"momentum_buffer": ARRAYS[0]}}, "param_groups": [SGD]},
+            {},
+            ValueError,
+            "an entry for parameter 2, which is in no group",
+        ),
+        (
             {
                 "state": {0: {"momentum_buffer": ARRAYS[0]}},
                 "param_groups": [{**SGD, "momentum": 0, "dampening": 0}],
@@ -257,7 +281,6 @@ SGD = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "params": [0, 1]}
             ValueError,
             "no use for",
         ),
-        (adam_there("ab", ARRAYS[:1]), {}, ValueError, "made 0 to 2 steps there"),
         (adam_there("ab", ARRAYS, weight_decay=0.1), {}, ValueError, "say so with name="),
         (adam_there("ab", ARRAYS), {"updates": 3}, ValueError, "updates is for sgd"),
         (adam_there("ab", ARRAYS), {"layout": "troch"}, ValueError, "Did you mean 'torch'"),
@@ -286,3 +309,91 @@ def test_files_that_are_none(tmp_path):
         boostax.from_torch_state(path, PARAMS, order=["a", "b"])
     with pytest.raises(ValueError, match=r"can't read .*nothing.npz"):
         boostax.from_torch_state(tmp_path / "nothing.npz", PARAMS, order=["a", "b"])
+
+
+# What is odd in a state, and what is only unusual
+
+
+@pytest.mark.parametrize("step", [-2, 2.5, np.nan, np.inf, np.ones(2), None, "2"])
+def test_steps_that_are_none(step):
+    there = adam_there("ab", ARRAYS)
+    there["state"][1]["step"] = step
+    error = TypeError if isinstance(step, str) else ValueError
+    with pytest.raises(error, match=r"state\[1\]\['step'\] must be"):
+        from_torch_state(there, PARAMS, order=["a", "b"])
+
+
+@pytest.mark.parametrize("key", ["step", "exp_avg", "exp_avg_sq"])
+def test_entries_that_lack_something(key):
+    there = adam_there("ab", ARRAYS)
+    del there["state"][1][key]
+    with pytest.raises(ValueError, match=rf"state\[1\] has no {key}, which adam keeps"):
+        from_torch_state(there, PARAMS, order=["a", "b"])
+
+
+def test_adam_and_adamw_by_the_groups_own_flags():
+    there = adam_there("ab", ARRAYS, weight_decay=0.5)
+    (group,) = there["param_groups"]
+    there["param_groups"] = [
+        {**group, "params": [i], "decoupled_weight_decay": i == 1} for i in range(2)
+    ]
+    tx, state = from_torch_state(there, PARAMS, order=["a", "b"])
+    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, PARAMS), state, PARAMS)
+    # In the gradient, and beside the step.
+    m, v = 0.9 * 0.5 + 0.1 * 0.5, 0.99 * 0.25 + 0.01 * 0.25
+    first = -0.1 * (m / (1 - 0.9**3)) / (np.sqrt(v / (1 - 0.99**3)) + 1e-3)
+    np.testing.assert_allclose(updates["a"], np.full(2, first), 2e-5)
+    m, v = 0.9 * 0.25, 0.99 * 0.25**2
+    second = -0.1 * ((m / (1 - 0.9**3)) / (np.sqrt(v / (1 - 0.99**3)) + 1e-3) + 0.5)
+    np.testing.assert_allclose(updates["b"], np.full(3, second), 2e-5)
+    for name, number in (("adam", 1), ("adamw", 0)):
+        with pytest.raises(ValueError, match=rf"name is '{name}', but param_groups\[{number}\]"):
+            from_torch_state(there, PARAMS, order=["a", "b"], name=name)
+
+
+def test_the_arrays_stay_the_callers():
+    arrays = [array.copy() for array in ARRAYS]
+    _, state = from_torch_state(adam_there("ab", arrays), PARAMS, order=["a", "b"])
+    arrays[0][:] = 7.0
+    np.testing.assert_array_equal(optax.tree.get(state, "mu")["a"], ARRAYS[0])
+
+
+def test_orders_and_dtypes_of_any_kind():
+    arrays = [array.astype(jnp.bfloat16) for array in ARRAYS]
+    for order in (PARAMS, PARAMS.keys(), iter("ab"), ("a", "b"), np.array(["a", "b"])):
+        _, state = from_torch_state(adam_there("ab", arrays), PARAMS, order=order)
+        mu = optax.tree.get(state, "mu")
+        np.testing.assert_array_equal(mu["b"], ARRAYS[1])
+        assert mu["b"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("schedule", [False, True])
+def test_a_parameter_that_was_frozen_starts_anew(schedule):
+    there = adam_there("ab", ARRAYS[:1], name="backbone", my_note={"any": "thing"})
+    group = there["param_groups"][0]
+    there["param_groups"] = [{**group, "params": []}, group]
+    rate = (lambda count: jnp.where(count == 2, 0.1, jnp.nan)) if schedule else None
+    tx, state = from_torch_state(there, PARAMS, order=["a", "b"], learning_rate=rate)
+    updates, _ = tx.update(jax.tree.map(jnp.ones_like, PARAMS), state, PARAMS)
+    m, v = 0.9 * 0.5 + 0.1, 0.99 * 0.25 + 0.01
+    step = -0.1 * (m / (1 - 0.9**3)) / (np.sqrt(v / (1 - 0.99**3)) + 1e-3)
+    np.testing.assert_allclose(updates["a"], np.full(2, step), 2e-5)
+    np.testing.assert_allclose(updates["b"], np.full(3, -0.1 / 1.001), 2e-5)
+
+
+def test_a_first_step_that_is_not_dampened_beside_later_ones():
+    there = {"state": {0: {"momentum_buffer": ARRAYS[0]}}, "param_groups": [SGD]}
+    tx, state = from_torch_state(there, PARAMS, order=["a", "b"])
+    updates, _ = tx.update(jax.tree.map(jnp.ones_like, PARAMS), state, PARAMS)
+    np.testing.assert_allclose(updates["a"], np.full(2, -0.1 * (0.9 * 0.5 + 0.5)), 1e-6)
+    np.testing.assert_allclose(updates["b"], np.full(3, -0.1), 1e-6)
+
+
+def test_leaves_that_pytorch_did_not_optimize_stay():
+    there = adam_there("b", ARRAYS[1:])
+    tx, state = from_torch_state(there, PARAMS, order=["b"])
+    updates, _ = tx.update(jax.tree.map(jnp.ones_like, PARAMS), state, PARAMS)
+    np.testing.assert_array_equal(updates["a"], np.zeros(2))
+    assert (np.asarray(updates["b"]) < 0).all()
+    with pytest.raises(ValueError, match="order has 2 paths, but PyTorch's groups have 1 param"):
+        from_torch_state(there, PARAMS, order=["a", "b"])
