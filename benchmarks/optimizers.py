@@ -66,6 +66,10 @@ def pairs() -> dict[str, tuple[Any, Any]]:
             named("rmsprop", centered=True, momentum=0.9),
             optax.rmsprop(0.1, eps_in_sqrt=False, centered=True, momentum=0.9),
         ),
+        "rmsprop, MindSpore, centred": (
+            named("rmsprop", centered=True, **theirs),
+            optax.rmsprop(0.1, initial_scale=1.0, centered=True),
+        ),
         "adam": (named("adam"), optax.adam(0.1)),
         "adam, decay": (named("adam", weight_decay=DECAY), decayed(optax.adam(0.1))),
         "adam, amsgrad": (named("adam", amsgrad=True), optax.amsgrad(0.1)),

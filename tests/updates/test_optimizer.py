@@ -89,6 +89,8 @@ def test_injected_hyperparameters():
     tx = optax.inject_hyperparams(OPTIMIZERS["sgd"])(learning_rate=0.5, momentum=0.0)
     updates, _ = tx.update(grads, tx.init(TINY), TINY)
     np.testing.assert_array_equal(updates["layer"]["bias"], np.full(3, -0.25))
+    with pytest.raises(TypeError, match="inject_hyperparams takes a function of the numbers"):
+        optax.inject_hyperparams(optimizer)("sgd", learning_rate=0.5).init(TINY)
 
 
 def test_a_learning_rate_is_seen_and_compiled_once():
