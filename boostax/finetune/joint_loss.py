@@ -14,7 +14,13 @@ import jax.numpy as jnp
 from boostax.errors import did_you_mean
 from boostax.training._arguments import merge_state
 from boostax.training._start import nnx_module
-from boostax.training.contract import LossAux, check_output, declared_keywords, weight_of
+from boostax.training.contract import (
+    LossAux,
+    check_output,
+    declared_keywords,
+    weight_of,
+    with_parts,
+)
 
 __all__ = ["joint_loss"]
 
@@ -135,7 +141,7 @@ def joint_loss(
         )
 
     _declare(loss, keywords)
-    return loss
+    return with_parts(loss, _SIDES)
 
 
 def _two_passes(

@@ -25,10 +25,11 @@ from boostax.training import batch_stats
 from boostax.training.contract import (
     CanonicalLoss,
     LossAux,
-    batch_size,
+    batch_sizes,
     canonical_loss,
     weight_of,
 )
+from boostax.training.contract import batch_parts as parts_of
 from boostax.updates._accumulate_leaves import sum_dtype
 
 __all__ = ["microbatch", "microbatched"]
@@ -101,6 +102,7 @@ def microbatch(
         momentum=batch_norm_momentum,
         accumulator_dtype=accumulator_dtype,
         gradient_dtype=gradient_dtype,
+        batch_parts=parts_of(loss_fn),
     )
 
     def fn(
@@ -123,6 +125,7 @@ def microbatched(
     accumulator_dtype: Any = jnp.float32,
     gradient_dtype: Any = None,
     of_part: Callable[..., Any] | None = None,
+    batch_parts: tuple[str, ...] = (),
 ) -> Callable[..., tuple[tuple[jax.Array, LossAux], Any, Any]]:
     """Return ``fn(params, model_state, batch, rng) -> ((loss, LossAux), grads, more)`` over n parts.
 
@@ -143,6 +146,7 @@ def microbatched(
       of_part: what computes a part, ``(params, model_state, batch, rng) -> ((loss, LossAux), grads,
         more)``; ``more`` are float arrays that are averaged by weight as metrics are. Default None:
         the gradients alone, and ``more`` is empty.
+      batch_parts: parts of a batch that may have leading sizes of their own. Default ().
     """
     if isinstance(n, bool) or not isinstance(n, (int, np.integer)):
         raise TypeError(f"microbatch: n must be an int >= 1, got {n!r}")
@@ -177,7 +181,7 @@ def microbatched(
                     ]
                 )
             return (value, aux.replace(weight=weight_of(aux, batch))), grads, more
-        parts = _split(batch, n)
+        parts = _split(batch, n, batch_parts)
         first = jax.eval_shape(lambda: _part(parts, 0))
         more_shape = jax.eval_shape(of_part, params, model_state, first, _key(rng, 0))[2]
         with batch_stats.recording_momenta() as found:
@@ -280,17 +284,13 @@ class _Sums(NamedTuple):
     aux: Any
 
 
-def _split(batch: Any, n: int) -> Any:
-    # Sizes may differ where the loss gives its own weight; where it does not, weight_of refuses them.
-    sizes = [jnp.shape(leaf)[0] if jnp.ndim(leaf) else 0 for leaf in jax.tree.leaves(batch)]
-    differ = len(set(sizes)) > 1 and 0 not in sizes
-    size = max(sizes, key=lambda each: each % n) if differ else batch_size(batch)
-    if size % n:
-        raise ValueError(
-            f"microbatch: the batch's leading size {size} can't be cut into n={n} equal parts; choose "
-            f"n among the divisors of {size}, or drop or pad {size % n} examples (padded ones can get "
-            "the weight 0 in the loss)"
-        )
+def _split(batch: Any, n: int, parts: tuple[str, ...]) -> Any:
+    for size in batch_sizes(batch, parts):
+        if size % n:
+            raise ValueError(
+                f"microbatch: the batch's leading size {size} can't be cut into n={n} equal parts; "
+                f"choose an n that divides it, or drop {size % n} examples"
+            )
 
     # Contiguous parts would each lie on a few of the devices that share the batch.
     return jax.tree.map(

@@ -135,7 +135,7 @@ class OnMesh:
             self.replicas,
             settings.example_weights,
             settings.microbatch,
-            lambda: settings.has_aux and gives_weight(),
+            settings.batch_parts,
         )
         if filled is not batch and not gives_weight():
             raise ValueError(

@@ -122,6 +122,7 @@ class Passes:
             momenta=self._momenta,
             of_part=of_part,
             gradient_dtype=None if scales is None else jnp.float32,
+            batch_parts=self._settings.batch_parts,
         )
 
 

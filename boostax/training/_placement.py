@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -91,12 +91,18 @@ def place_batch(batch: Any, replicas: Replicas) -> Any:
     return jax.tree.map(put, batch, batch_specs(batch, replicas))
 
 
+_FILL = (
+    " Where the loss weighs its examples and returns LossAux(weight=...), name the leaf of the "
+    "batch that holds the weights, train_step(..., example_weights='mask'), and copies with weight 0 are added"
+)
+
+
 def filled_batch(
     batch: Any,
     replicas: Replicas,
     weights: str | None,
     parts: int,
-    sizes_may_differ: Callable[[], bool] = lambda: False,
+    batch_parts: tuple[str, ...] = (),
 ) -> Any:
     """Return the batch with a leading size that the devices can share.
 
@@ -106,8 +112,7 @@ def filled_batch(
       weights: path of the leaf with the examples' weights, or None. With it, copies of the last
         example that weigh 0 fill the batch up.
       parts: how many micro-batches each device's part is cut into; what is filled up suits them.
-      sizes_may_differ: asked where the leading sizes differ. A loss that gives its own weight needs no
-        common size; without ``weights`` the devices must then share each.
+      batch_parts: parts of the batch that may have leading sizes of their own; the devices share each.
 
     Raises:
       ValueError: the batch can't be split and there are no weights, or sizes differ.
@@ -117,24 +122,24 @@ def filled_batch(
     sizes = {
         path: np.shape(leaf)[0] for path, leaf in zip(paths, leaves, strict=True) if np.ndim(leaf)
     }
-    differ = len(set(sizes.values())) > 1
-    if differ and (weights is not None or not sizes_may_differ()):
+    apart = isinstance(batch, Mapping) and set(batch) == set(batch_parts)
+    groups = [batch[part] for part in batch_parts] if apart else [batch]
+    each = [{np.shape(leaf)[0] for leaf in jax.tree.leaves(g) if np.ndim(leaf)} for g in groups]
+    if any(len(found) > 1 for found in each):
         raise ValueError(f"batch: the leading sizes differ: {sizes}")
-    if not sizes or 0 in sizes.values():
+    if not all(each) or 0 in sizes.values():
         raise ValueError(
             "batch: there is nothing in it to split over the devices; give arrays with a leading "
             "axis, and drop empty batches"
         )
     devices = _sharing(leaves, replicas)
-    size = max(sizes.values(), key=lambda each: each % devices)
+    size = max((next(iter(found)) for found in each), key=lambda size: size % devices)
     if weights is None:
         if size % devices:
             raise ValueError(
                 f"batch: {size} examples can't be split over {devices} devices (mesh axes "
-                f"{list(replicas.axes)}); drop {size % devices} or add {-size % devices}. Where "
-                "the loss weighs its examples and returns LossAux(weight=...), name the leaf of the "
-                "batch that holds the weights, train_step(..., example_weights='mask'), and copies "
-                "with weight 0 are added"
+                f"{list(replicas.axes)}); drop {size % devices} or add {-size % devices}."
+                + ("" if apart else _FILL)
             )
         return batch
     if weights not in sizes:

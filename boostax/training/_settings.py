@@ -29,6 +29,7 @@ class Settings:
     layers: Any = None
     due_dispatch: str = "auto"
     loss_scale: Any = None
+    batch_parts: tuple[str, ...] = ()
 
     @property
     def may_skip(self) -> bool:

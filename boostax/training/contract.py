@@ -20,11 +20,16 @@ import jax.numpy as jnp
 __all__ = [
     "CanonicalLoss",
     "LossAux",
+    "batch_parts",
     "batch_size",
+    "batch_sizes",
     "canonical_loss",
     "declared_keywords",
     "weight_of",
+    "with_parts",
 ]
+
+_PARTS = "__boostax_batch_parts__"
 
 CanonicalLoss = Callable[[Any, Any, Any, Any], tuple[jax.Array, "LossAux"]]
 
@@ -192,6 +197,31 @@ def batch_size(batch: Any) -> int:
     if size == 0:
         raise ValueError("batch: the leading size is 0; drop empty batches")
     return size
+
+
+def with_parts(loss_fn: Callable[..., Any], parts: tuple[str, ...]) -> Callable[..., Any]:
+    """Note that a loss takes a dict of parts, each with a leading size of its own, and return it.
+
+    Such a loss gives its own weight.
+    """
+    setattr(loss_fn, _PARTS, parts)
+    return loss_fn
+
+
+def batch_parts(loss_fn: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the parts that :func:`with_parts` noted, or none."""
+    return getattr(loss_fn, _PARTS, ())
+
+
+def batch_sizes(batch: Any, parts: tuple[str, ...] = ()) -> list[int]:
+    """Return the leading size of each part of a batch; without parts, the one size of all.
+
+    Raises:
+      ValueError: as for :func:`batch_size`, for a part.
+    """
+    if not parts or not isinstance(batch, Mapping) or set(batch) != set(parts):
+        return [batch_size(batch)]
+    return [batch_size(batch[part]) for part in parts]
 
 
 def weight_of(aux: LossAux, batch: Any) -> jax.Array:

@@ -20,7 +20,7 @@ from boostax.training._scaling import check_scaling
 from boostax.training._settings import Settings
 from boostax.training._terminal import check_terminal
 from boostax.training._train_step import TrainStep
-from boostax.training.contract import declared_keywords
+from boostax.training.contract import batch_parts, declared_keywords
 from boostax.training.metrics import check_metrics
 
 __all__ = ["TrainStep", "train_step"]
@@ -182,6 +182,12 @@ def train_step(
             None,
         )
     replicas = _replicas(tx, mesh, data_axes)
+    parts = batch_parts(loss_fn)
+    if example_weights is not None and parts:
+        raise ValueError(
+            f"example_weights: this loss takes a batch in the parts {', '.join(parts)}, each with "
+            "weights of its own, and one leaf can't fill them up; give parts that the devices can share"
+        )
     if example_weights is not None:
         if not isinstance(example_weights, str):
             raise TypeError(
@@ -209,6 +215,7 @@ def train_step(
         layers=layers,
         due_dispatch=due_dispatch,
         loss_scale=scaling,
+        batch_parts=parts,
     )
     return TrainStep(
         loss_fn,

@@ -324,3 +324,43 @@ def test_errors():
         joint_loss(aux, loss, forward=lambda p, x: x * p, inputs=lambda b: b)(jnp.float32(1), good)
     with pytest.raises(TypeError, match="source_loss must return a real floating scalar"):
         joint_loss(lambda p, b: p * b, loss)(jnp.float32(1), good)
+
+
+def test_a_table_in_the_batch_is_not_cut():
+    def loss(p, batch):
+        w = batch["class_weight"][batch["y"]]
+        return jnp.sum(w * (p - batch["x"]) ** 2) / jnp.sum(w), boostax.LossAux(weight=jnp.sum(w))
+
+    batch = {
+        "x": jnp.arange(8.0),
+        "y": jnp.arange(8) % 4,
+        "class_weight": jnp.array([1.0, 2.0, 4.0, 8.0]),
+    }
+    step = boostax.train_step(loss, optax.sgd(0.1), has_aux=True, microbatch=2)
+    with pytest.raises(ValueError, match="the leading sizes differ"):
+        step(step.init(jnp.float32(0)), batch)
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    step = boostax.train_step(loss, optax.sgd(0.1), has_aux=True, mesh=mesh)
+    with pytest.raises(ValueError, match="the leading sizes differ"):
+        step(step.init(jnp.float32(0)), batch)
+
+
+def test_one_leaf_can_not_fill_up_two_parts():
+    side = lambda p, batch: jnp.mean((p - batch["y"]) ** 2)
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    with pytest.raises(
+        ValueError, match="in the parts source, target, each with weights of its own"
+    ):
+        boostax.train_step(
+            boostax.joint_loss(side, side),
+            optax.sgd(0.1),
+            has_aux=True,
+            mesh=mesh,
+            example_weights="target/m",
+        )
+    step = boostax.train_step(
+        boostax.joint_loss(side, side), optax.sgd(0.1), has_aux=True, mesh=mesh
+    )
+    batch = {"source": {"y": np.zeros(4, np.float32)}, "target": {"y": np.zeros(3, np.float32)}}
+    with pytest.raises(ValueError, match=r"drop 1 or add 1\.$"):
+        step(step.init(jnp.float32(0)), batch)
