@@ -93,7 +93,8 @@ def place_batch(batch: Any, replicas: Replicas) -> Any:
 
 _FILL = (
     " Where the loss weighs its examples and returns LossAux(weight=...), name the leaf of the "
-    "batch that holds the weights, train_step(..., example_weights='mask'), and copies with weight 0 are added"
+    "batch that holds the weights, train_step(..., example_weights='mask'), and copies with "
+    "weight 0 are added"
 )
 
 
