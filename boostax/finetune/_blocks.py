@@ -10,16 +10,30 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
-__all__ = ["matrix", "row_blocks"]
+__all__ = ["matrix", "native", "row_blocks", "row_count"]
+
+
+def native(array: Any) -> Any:
+    """Return an array in the machine's byte order, which JAX needs; others are left as they are."""
+    if isinstance(array, np.ndarray) and not array.dtype.isnative:
+        return array.astype(array.dtype.newbyteorder("="))
+    return array
+
+
+def row_count(argument: str, features: Any) -> int | None:
+    """Return how many rows a matrix or file has; None for an iterable of blocks."""
+    array = _opened(argument, features)
+    return len(_checked(argument, array)) if isinstance(array, (np.ndarray, jax.Array)) else None
 
 
 def matrix(argument: str, features: Any) -> Any:
     """Return a feature matrix of real numbers, checked; files are memory-mapped."""
     array = _opened(argument, features)
     if not isinstance(array, (np.ndarray, jax.Array)):
-        array = np.asarray(array)
-    return _checked(argument, array)
+        array = _array(argument, array)
+    return native(_checked(argument, array))
 
 
 def row_blocks(argument: str, features: Any, rows: int) -> Iterator[tuple[Any, int]]:
@@ -34,7 +48,7 @@ def row_blocks(argument: str, features: Any, rows: int) -> Iterator[tuple[Any, i
         # Blocks of about one size: little is filled up.
         size = -(-len(whole) // -(-len(whole) // rows))
         for start in range(0, len(whole), size):
-            yield _filled(whole[start : start + size], size)
+            yield _filled(native(whole[start : start + size]), size)
         return
     if not isinstance(features, Iterable) or isinstance(features, (dict, bytes)):
         raise TypeError(
@@ -50,18 +64,19 @@ def _gathered(argument: str, blocks: Iterable[Any], rows: int) -> Iterator[tuple
     count, width, number = 0, None, -1
     for number, given in enumerate(blocks):
         name = f"{argument}, block {number}"
-        block = np.asarray(_checked(name, given if hasattr(given, "ndim") else np.asarray(given)))
+        known = given if hasattr(given, "ndim") else _array(name, given)
+        block = native(np.asarray(_checked(name, known)))
         if width is not None and block.shape[1] != width:
             raise ValueError(f"{name} has {block.shape[1]} features, the blocks before it {width}")
         width = block.shape[1]
-        while len(block):
-            taken = block[: rows - count]
-            held.append(taken)
-            count += len(taken)
-            block = block[len(taken) :]
-            if count == rows:
-                yield np.concatenate(held), rows
-                held, count = [], 0
+        while count + len(block) >= rows:
+            taken = rows - count
+            yield np.concatenate([*held, block[:taken]]), rows
+            held, count, block = [], 0, block[taken:]
+        if len(block):
+            # A copy: the iterable may fill the same memory anew for its next block.
+            held.append(block.copy())
+            count += len(block)
     if number < 0:
         raise ValueError(f"{argument} is empty: the iterable gave no block")
     if held:
@@ -85,7 +100,18 @@ def _opened(argument: str, features: Any) -> Any:
     return np.load(path, mmap_mode="r", allow_pickle=False)
 
 
+def _array(argument: str, rows: Any) -> np.ndarray:
+    if isinstance(rows, (dict, bytes)):
+        raise TypeError(f"{argument} must be a matrix of numbers, got {type(rows).__name__}")
+    try:
+        return np.asarray(rows)
+    except ValueError as error:
+        raise ValueError(f"{argument} must be a matrix of numbers: {error}") from error
+
+
 def _checked(argument: str, array: Any) -> Any:
+    if isinstance(array, Tracer):
+        raise TypeError(f"{argument} is traced: call this outside jit, grad and vmap")
     dtype = array.dtype
     if not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
         raise TypeError(f"{argument} must hold real numbers, got dtype {dtype}")

@@ -27,6 +27,7 @@ __all__ = [
     "prepare_targets",
     "start",
     "step",
+    "widen",
 ]
 
 NO_ROW = 2**31 - 1
@@ -53,11 +54,13 @@ class Targets(NamedTuple):
       left: A(t), (tiles, rows of a tile, features).
       constant: c(t), (tiles, rows of a tile).
       centre: (2, features), what is taken first from all rows, and from their logarithms.
+      scale: a power of two that all rows are multiplied by, so that no square vanishes.
     """
 
     left: jax.Array
     constant: jax.Array
     centre: jax.Array
+    scale: jax.Array
 
 
 class Half(NamedTuple):
@@ -109,18 +112,52 @@ def _wide(rows: jax.Array) -> jax.Array:
 def prepare_targets(rows: Any, *, metric: str, tile: int) -> tuple[Targets, jax.Array]:
     """Return the targets' half of the scores, and the first row that the metric can't take."""
     rows = _wide(jnp.asarray(rows))
-    # Distances stay, and what would cancel in |t|^2 - 2 t.s + |s|^2 is taken away. Few digits, so
-    # that the differences of small whole numbers are exact.
+    scale = jnp.ones((), rows.dtype)
+    if metric == "euclidean":
+        scale = _scale(rows)
+        rows = rows * scale
+    # Distances stay, and what would cancel in |t|^2 - 2 t.s + |s|^2 is taken away.
     known = jnp.where(jnp.isfinite(rows), rows, 0.0)
     logs = jnp.log(jnp.where(known > 0, known, 1.0))
-    centre = jnp.stack([jnp.mean(known, axis=0), jnp.mean(logs, axis=0)])
-    centre = centre.astype(jnp.bfloat16).astype(rows.dtype)
+    centre = jnp.stack([_middle(known), _middle(logs)])
     tiles = -(-rows.shape[0] // tile)
     padding = tiles * tile - rows.shape[0]
     half = METRICS[metric](rows, centre, True)
     left = jnp.pad(half.rows, ((0, padding), (0, 0))).reshape(tiles, tile, -1)
     constant = jnp.pad(half.offset, (0, padding)).reshape(tiles, tile)
-    return Targets(left, constant, centre), _first_unfit(half.fits, 0, rows.shape[0])
+    return Targets(left, constant, centre, scale), _first_unfit(half.fits, 0, rows.shape[0])
+
+
+def _scale(rows: jax.Array) -> jax.Array:
+    """Return the power of two that brings small targets to about 1, and 1 for others."""
+    largest = jnp.max(jnp.where(jnp.isfinite(rows), jnp.abs(rows), 0.0))
+    exponent = jnp.frexp(largest)[1]
+    small = (largest > 0) & (exponent < -30)
+    return jnp.ldexp(jnp.ones_like(largest), jnp.where(small, jnp.minimum(-exponent, 120), 0))
+
+
+def _middle(rows: jax.Array) -> jax.Array:
+    """Return about the mean of each column: to some 1/16 of its range, on a grid of powers of two.
+
+    On the grid, so that the differences of small whole numbers are exact, and ties stay ties.
+    """
+    # From the first row on, so that a sum of large numbers costs no digits.
+    mean = rows[0] + jnp.mean(rows - rows[:1], axis=0)
+    exponent = jnp.frexp(jnp.max(rows, axis=0) - jnp.min(rows, axis=0))[1]
+    grid = jnp.ldexp(jnp.ones_like(mean), jnp.clip(exponent - 5, -100, 100))
+    on_grid = jnp.round(mean / grid) * grid
+    # Where that overflows, so do the squares, which is reported by the row.
+    return jnp.where(jnp.isfinite(on_grid), on_grid, 0.0)
+
+
+def widen(found: Found, k: int) -> Found:
+    """Return the same with room for k neighbours of each target."""
+    more = ((0, 0), (0, 0), (0, k - found.scores.shape[-1]))
+    return Found(
+        jnp.pad(found.scores, more, constant_values=-jnp.inf),
+        jnp.pad(found.indices, more, constant_values=-1),
+        found.unfit,
+    )
 
 
 def start(targets: Targets, k: int) -> Found:
@@ -147,6 +184,8 @@ def prepare_block(
       metric: a key of ``METRICS``.
     """
     rows = jnp.asarray(block).astype(targets.left.dtype)
+    if metric == "euclidean":
+        rows = rows * targets.scale
     half = METRICS[metric](rows, targets.centre, False)
     # What is not there, or unfit, is never near. top_k tells -0 from 0, so the bias is 0 - 0 and
     # not -0: then no score is -0.
@@ -195,9 +234,9 @@ def _first_unfit(fits: jax.Array, first: Any, used: Any) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames="metric")
-def distances(scores: jax.Array, constant: jax.Array, *, metric: str) -> jax.Array:
-    """Return distances from scores (..., k) and the targets' constants (...)."""
+def distances(scores: jax.Array, targets: Targets, *, metric: str) -> jax.Array:
+    """Return distances from scores (tiles, rows of a tile, k)."""
     if metric == "cosine":
         return jnp.maximum(1.0 - scores, 0.0)
-    apart = jnp.maximum(constant[..., None] - scores, 0.0)
-    return jnp.sqrt(apart) if metric == "euclidean" else apart
+    apart = jnp.maximum(targets.constant[..., None] - scores, 0.0)
+    return jnp.sqrt(apart) / targets.scale if metric == "euclidean" else apart

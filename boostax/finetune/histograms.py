@@ -20,6 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from boostax.finetune._blocks import native
+
 __all__ = ["feature_histograms", "histogram_edges"]
 
 
@@ -55,6 +57,8 @@ def histogram_edges(features: Any, bins: int) -> np.ndarray:
       On the target's few examples alone: the edges should be those of both data sets together.
     """
     count = _bins("histogram_edges", bins)
+    if isinstance(features, Tracer):
+        raise TypeError("histogram_edges: features is traced: call this outside jit, grad and vmap")
     values = _real("histogram_edges", features)
     responses = np.asarray(values, np.float64 if values.dtype == np.float64 else np.float32)
     responses = responses.reshape(-1, responses.shape[-1])
@@ -151,7 +155,7 @@ def _bins(caller: str, bins: Any) -> int:
 
 
 def _real(caller: str, features: Any) -> Any:
-    values = features if hasattr(features, "dtype") else np.asarray(features)
+    values = native(features if hasattr(features, "dtype") else np.asarray(features))
     if not (
         jnp.issubdtype(values.dtype, jnp.floating) or jnp.issubdtype(values.dtype, jnp.integer)
     ):
@@ -165,7 +169,7 @@ def _real(caller: str, features: Any) -> Any:
 
 
 def _edges(bins: Any, filters: int) -> Any:
-    edges = bins if isinstance(bins, jax.Array) else np.asarray(bins)
+    edges = bins if isinstance(bins, jax.Array) else native(np.asarray(bins))
     if edges.ndim != 2 or edges.shape[0] != filters or edges.shape[1] < 1:
         raise ValueError(
             f"feature_histograms: bins must be an int or edges of shape ({filters}, bins - 1), a row a "

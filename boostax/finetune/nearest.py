@@ -6,16 +6,18 @@ import numbers
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from jax.core import Tracer
 
 from boostax.errors import did_you_mean
 from boostax.finetune import _search
-from boostax.finetune._blocks import matrix, row_blocks
+from boostax.finetune._blocks import matrix, row_blocks, row_count
 
 __all__ = ["SourceSubset", "enlarge_neighbours", "nearest_source_subset"]
 
 Metric = Literal["euclidean", "cosine", "symmetric_kl"]
 _NAME = "nearest_source_subset"
 _TILE = 4096
+_LARGEST = 2**31 - 1
 
 
 class SourceSubset(NamedTuple):
@@ -52,7 +54,9 @@ def nearest_source_subset(
 
     The source is read once, in blocks: each is one matrix product, its ``top_k``, and a merge with
     what was found before. Of equally near examples the lowest index wins. Products and sums are
-    float32 or better, whatever the features' dtype.
+    float32 or better, whatever the features' dtype, of features less the targets' mean. So distances
+    are exact to some 1e-7 of the largest distance from that mean: within clusters that lie far apart
+    from each other, digits are lost.
 
     Args:
       source_features: ``(examples, features)``, real and finite: an array (numpy, a memory map, JAX),
@@ -90,7 +94,7 @@ def nearest_source_subset(
       With a source that is small enough to train on as a whole; or with hundreds of millions of source
       examples, where an approximate index pays.
     """
-    if metric not in _search.METRICS:
+    if not isinstance(metric, str) or metric not in _search.METRICS:
         raise ValueError(
             f"{_NAME}: metric must be one of {', '.join(map(repr, _search.METRICS))}, got {metric!r}."
             f"{did_you_mean(str(metric), _search.METRICS)}"
@@ -101,13 +105,18 @@ def nearest_source_subset(
     targets = matrix(f"{_NAME}: target_features", target_features)
     count, width = targets.shape
     counts = _neighbours("k", k, count)
+    known = row_count(f"{_NAME}: source_features", source_features)
     largest = int(counts.max())
     if largest == 0:
         raise ValueError(f"{_NAME}: k is 0 for every target; ask for at least one neighbour")
+    if known is not None:
+        _check_enough(largest, known)
     tile = -(-count // -(-count // _TILE))
     held, unfit = _search.prepare_targets(targets, metric=metric, tile=tile)
     _check_rows("target_features", int(unfit), metric)
-    found, seen = _search.start(held, largest), 0
+    # How long an iterable is turns out at its end: no room for more than there can be.
+    room, seen = largest if known is not None else min(largest, rows), 0
+    found = _search.start(held, room)
     for part, used in row_blocks(f"{_NAME}: source_features", source_features, rows):
         if part.shape[1] != width:
             raise ValueError(
@@ -117,15 +126,15 @@ def nearest_source_subset(
         if seen + used >= _search.NO_ROW:
             raise ValueError(f"{_NAME}: source_features has 2**31 rows or more")
         first = np.int32(seen)
+        if room < min(largest, seen + used):
+            room = min(largest, 2 * room)
+            found = _search.widen(found, room)
         prepared = _search.prepare_block(part, held, first, np.int32(used), metric=metric)
         found = _search.step(found, held, *prepared, first)
         seen += used
     _check_rows("source_features", int(found.unfit), metric)
-    if largest > seen:
-        raise ValueError(
-            f"{_NAME}: k is up to {largest}, but there are only {seen} source examples"
-        )
-    far = _search.distances(found.scores, held.constant, metric=metric)
+    _check_enough(largest, seen)
+    far = _search.distances(found.scores, held, metric=metric)
     indices = np.asarray(found.indices).reshape(-1, largest)[:count].copy()
     apart = np.asarray(far).reshape(-1, largest)[:count].copy()
     behind = np.arange(largest) >= counts[:, None]
@@ -185,7 +194,7 @@ def enlarge_neighbours(
       With targets that the network fits at once: then no target is hard, and nothing changes.
     """
     caller = "enlarge_neighbours"
-    scores, classes = np.asarray(logits, np.float64), np.asarray(labels)
+    scores, classes = _numbers("logits", logits, caller), _numbers("labels", labels, caller)
     if scores.ndim != 2 or 0 in scores.shape or classes.shape != scores.shape[:1]:
         raise ValueError(
             f"{caller}: logits must be (targets, classes) and labels (targets,), got "
@@ -193,6 +202,7 @@ def enlarge_neighbours(
         )
     if not np.issubdtype(classes.dtype, np.integer):
         raise TypeError(f"{caller}: labels must be integers, got dtype {classes.dtype}")
+    scores = scores.astype(np.float64)
     if classes.min() < 0 or classes.max() >= scores.shape[1]:
         raise ValueError(
             f"{caller}: labels must be in [0, {scores.shape[1] - 1}], got {classes.min()} to "
@@ -204,6 +214,8 @@ def enlarge_neighbours(
     for name, value in more.items():
         if _whole(name, value, caller) < 0:
             raise ValueError(f"{caller}: {name} must be >= 0, got {value}")
+        if value > _LARGEST:
+            raise ValueError(f"{caller}: {name} must be below 2**31, got {value}")
     if not isinstance(entropy, numbers.Real) or isinstance(entropy, bool) or not entropy >= 0:
         raise ValueError(f"{caller}: entropy must be a number >= 0, in nats, got {entropy!r}")
     counts = _neighbours("k", k, len(classes), caller)
@@ -212,7 +224,17 @@ def enlarge_neighbours(
     spread = -(np.exp(logs) * logs).sum(axis=1)
     growth = np.where(spread > entropy, uncertain, 0)
     growth = np.where(scores.argmax(axis=1) != classes, wrong, growth)
-    return (counts + growth).astype(np.int32)
+    grown = counts.astype(np.int64) + growth
+    if grown.max() > _LARGEST:
+        raise ValueError(f"{caller}: k grows to {grown.max()}; it must stay below 2**31")
+    return grown.astype(np.int32)
+
+
+def _check_enough(largest: int, examples: int) -> None:
+    if largest > examples:
+        raise ValueError(
+            f"{_NAME}: k is up to {largest}, but there are only {examples} source examples"
+        )
 
 
 def _check_rows(argument: str, row: int, metric: str) -> None:
@@ -229,11 +251,13 @@ def _check_rows(argument: str, row: int, metric: str) -> None:
 
 
 def _neighbours(argument: str, value: Any, targets: int, caller: str = _NAME) -> np.ndarray:
-    given = np.asarray(value)
+    given = _numbers(argument, value, caller)
     if not np.issubdtype(given.dtype, np.integer):
         raise TypeError(
             f"{caller}: {argument} must be an int or integers, one a target, got {value!r}"
         )
+    if given.size and given.max() > _LARGEST:
+        raise ValueError(f"{caller}: {argument} must be below 2**31, got {given.max()}")
     if given.ndim == 0:
         if given < 1:
             raise ValueError(f"{caller}: {argument} must be >= 1, got {int(given)}")
@@ -246,6 +270,18 @@ def _neighbours(argument: str, value: Any, targets: int, caller: str = _NAME) ->
     if given.min() < 0:
         raise ValueError(f"{caller}: {argument} must not be negative, got {given.min()}")
     return given.astype(np.int32)
+
+
+def _numbers(argument: str, value: Any, caller: str) -> np.ndarray:
+    if isinstance(value, Tracer):
+        raise TypeError(f"{caller}: {argument} is traced: call this outside jit, grad and vmap")
+    try:
+        given = np.asarray(value)
+    except ValueError as error:
+        raise ValueError(f"{caller}: {argument} must be an array of numbers: {error}") from error
+    if given.dtype.kind not in "biufV" or isinstance(value, dict):
+        raise TypeError(f"{caller}: {argument} must be an array of real numbers, got {value!r}")
+    return given
 
 
 def _whole(argument: str, value: Any, caller: str = _NAME) -> int:

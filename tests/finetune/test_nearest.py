@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from boostax import enlarge_neighbours, feature_histograms, nearest_source_subset
+from boostax import enlarge_neighbours, feature_histograms, histogram_edges, nearest_source_subset
 from boostax.finetune import nearest
 from tests.common.harness import mesh_of
 
@@ -127,6 +127,52 @@ def test_where_the_source_comes_from(kind, tmp_path):
     np.testing.assert_allclose(got.distances, expected.distances, rtol=1e-5)
 
 
+def test_an_iterator_that_fills_the_same_memory_anew():
+    source, target = draw(3, "euclidean")
+
+    def blocks():
+        buffer = np.empty((10, 5), np.float32)
+        for start in range(0, 40, 10):
+            buffer[:] = source[start : start + 10]
+            yield buffer
+
+    expected = nearest_source_subset(source, target, 3, block=16)
+    got = nearest_source_subset(blocks(), target, 3, block=16)
+    np.testing.assert_array_equal(got.neighbours, expected.neighbours)
+
+
+@pytest.mark.parametrize("dtype", [">f4", ">i2"])
+def test_the_other_byte_order(dtype, tmp_path):
+    rng = np.random.default_rng(6)
+    source = rng.integers(0, 100, size=(40, 5)).astype(dtype)
+    target = rng.integers(0, 100, size=(7, 5)).astype(dtype)
+    np.save(tmp_path / "source.npy", source)
+    far = brute_force(source, target, "euclidean")
+    for given in (source, tmp_path / "source.npy", [source[:11], source[11:]]):
+        check(nearest_source_subset(given, target, 3, block=16), far, 3)
+    edges = histogram_edges(source, 2)
+    np.testing.assert_array_equal(edges, histogram_edges(source.astype(np.float32), 2))
+    np.testing.assert_array_equal(
+        feature_histograms(source, edges.astype(">f4")),
+        feature_histograms(source.astype(np.float32), edges),
+    )
+
+
+def test_very_small_and_very_far():
+    source, target = draw(2, "euclidean")
+    for scale in (1e-25, 1e-33):
+        small = nearest_source_subset(source * scale, target * scale, 3, block=16)
+        check(
+            small._replace(distances=small.distances.astype(np.float64) / scale),
+            brute_force(source, target, "euclidean"),
+            3,
+        )
+    # Whole numbers, which float32 holds that far out: only a centre that is exact leaves their digits.
+    source, target = np.round(source * 9), np.round(target * 9)
+    subset = nearest_source_subset(source + 2**22 + 10_000, target + 2**22 + 10_000, 3, block=16)
+    check(subset, brute_force(source, target, "euclidean"), 3)
+
+
 def test_tiles_of_targets(monkeypatch):
     source, target = draw(4, "euclidean")
     expected = nearest_source_subset(source, target, 3, block=16)
@@ -139,6 +185,8 @@ def test_more_neighbours_than_a_block_has_rows():
     source, target = draw(5, "euclidean")
     subset = nearest_source_subset(source, target, 40, block=16)
     check(subset, brute_force(source, target, "euclidean"), 40)
+    streamed = nearest_source_subset(iter([source[:25], source[25:]]), target, 40, block=16)
+    np.testing.assert_array_equal(streamed.neighbours, subset.neighbours)
     assert subset.indices.tolist() == list(range(40))
 
 
@@ -216,6 +264,12 @@ def test_errors():
         nearest_source_subset([source, source[:, :4]], target, 3)
     with pytest.raises(ValueError, match="k is up to 41, but there are only 40 source examples"):
         nearest_source_subset(source, target, 41)
+    for given in (source, [source], iter([source[:9], source[9:]])):
+        # Told before anything of that size is made.
+        with pytest.raises(ValueError, match=f"k is up to {2**31 - 1}, but there are only 40"):
+            nearest_source_subset(given, target, 2**31 - 1)
+    with pytest.raises(ValueError, match=r"k must be below 2\*\*31, got 4294967297"):
+        nearest_source_subset(source, target, [2**32 + 1] * 7)
     with pytest.raises(ValueError, match=r"must be a matrix .* got shape \(0, 5\)"):
         nearest_source_subset(source[:0], target, 3)
     with pytest.raises(ValueError, match=r"target_features must be a matrix .*\(7,\)"):
@@ -230,6 +284,14 @@ def test_errors():
         nearest_source_subset("source.npz", target, 3)
     with pytest.raises(ValueError, match=r"got 'cosin'\. Did you mean 'cosine'\?"):
         nearest_source_subset(source, target, 3, metric="cosin")
+    with pytest.raises(ValueError, match=r"metric must be one of .* got \['cosine'\]"):
+        nearest_source_subset(source, target, 3, metric=["cosine"])
+    for traced in ("source_features", "target_features"):
+        arguments = {"source_features": source, "target_features": target}
+        with pytest.raises(TypeError, match=f"{traced} is traced: call this outside jit"):
+            jax.eval_shape(
+                lambda x, name=traced: nearest_source_subset(**arguments | {name: x}, k=3), source
+            )
     with pytest.raises(ValueError, match="k must be >= 1, got 0"):
         nearest_source_subset(source, target, 0)
     with pytest.raises(ValueError, match="k is 0 for every target"):
@@ -254,7 +316,11 @@ def test_errors():
         ({"logits": np.full((4, 3), np.nan)}, ValueError, "logits hold NaN"),
         ({"labels": np.zeros(4)}, TypeError, "labels must be integers"),
         ({"labels": np.array([0, 1, 2, 3])}, ValueError, r"in \[0, 2\], got 0 to 3"),
+        ({"logits": {"target": 1}}, TypeError, "logits must be an array of real numbers, got {"),
+        ({"logits": [[1.0], [1.0, 2.0]]}, ValueError, "logits must be an array of numbers"),
         ({"wrong": -1}, ValueError, "wrong must be >= 0"),
+        ({"wrong": 2**40}, ValueError, r"wrong must be below 2\*\*31"),
+        ({"k": 2**31 - 1, "labels": [1] * 4}, ValueError, "k grows to 2147483648"),
         ({"uncertain": 1.5}, TypeError, "uncertain must be an int"),
         ({"entropy": -0.1}, ValueError, "entropy must be a number >= 0"),
         ({"k": [1, 2]}, ValueError, "one int or 4 of them"),
