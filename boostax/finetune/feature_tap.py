@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from boostax.errors import did_you_mean
 
@@ -47,8 +48,8 @@ def feature_tap(
       flatten: whether all axes but the first become one, after pooling. Default False.
       call: which call counts where the submodule is called several times, from 0; -1 is the last.
         Default None: it must be called once.
-      kwargs: keywords of the model's call that never change. nnx models are switched by ``eval()``;
-        a linen model that has to be told that it does not train is told so here:
+      kwargs: keywords of the model's call that never change, a dict. nnx models are switched by
+        ``eval()``; a model that has to be told in its call that it does not train is told so here:
         ``{"train": False}``. Default None.
 
     Returns:
@@ -57,7 +58,8 @@ def feature_tap(
     Raises:
       TypeError: an argument has a wrong type, or linen's variables are missing.
       ValueError: there is no submodule at the path; it was not called, or several times; it puts out
-        something other than one array; pooling without axes to pool; a linen model that trains.
+        something other than one array; pooling without axes to pool; a layer that ``scan`` or ``vmap``
+        stacks; a model that trains in its call (it updates batch statistics or draws random numbers).
 
     Example:
       >>> import jax, jax.numpy as jnp, boostax
@@ -81,6 +83,10 @@ def feature_tap(
         )
     if call is not None and (isinstance(call, bool) or not isinstance(call, int)):
         raise TypeError(f"{_NAME}: call must be None or an int, got {call!r}")
+    if not isinstance(flatten, (bool, np.bool_)):
+        raise TypeError(f"{_NAME}: flatten must be True or False, got {flatten!r}")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise TypeError(f"{_NAME}: kwargs must be None or a dict of keywords, got {kwargs!r}")
     held, run = _nnx_run(model, path, variables) or _linen_run(model, path, variables)
     given = dict(kwargs or {})
 
@@ -92,6 +98,10 @@ def feature_tap(
     return functools.partial(tap, held)
 
 
+_TRAINS = (
+    f"{_NAME}: the model runs as in training (it changes its state or draws random numbers); tell it "
+    "that it does not, by kwargs={'train': False} or what its call takes"
+)
 Run = Callable[..., tuple[Any, ...]]
 
 
@@ -111,15 +121,68 @@ def _nnx_run(model: Any, path: str, variables: Any) -> tuple[Any, Run] | None:
         _raise_unknown(path, modules)
     copy = replace_modules(model, {path: _noting})
     copy.eval()
+    watch = _Watch(copy)
     graphdef, state = nnx.split(copy)
 
     def run(state: Any, *inputs: Any, **kwargs: Any) -> tuple[Any, ...]:
         merged = nnx.merge(graphdef, state, copy=True)
+        watch.draws, watch.updated = 0, False
         merged(*inputs, **kwargs)
+        if watch.updated or watch.draws > 0:
+            raise ValueError(_TRAINS)
         noted = getattr(named_modules(merged)[path], _NOTED, None)
-        return () if noted is None else noted.get_value()
+        if noted is None:
+            return ()
+        outputs = noted.get_value()
+        if _shapes(outputs) != noted.get_metadata()["shapes"]:
+            raise ValueError(
+                f"{_NAME}: the submodule {path!r} runs inside scan or vmap, which stacks what it puts "
+                "out; tap the module that holds the stack, or one outside of it"
+            )
+        return outputs
 
     return state, run
+
+
+class _Watch:
+    """Notes, while an nnx model is traced, that batch statistics are set or random numbers drawn.
+
+    By hooks of the variables: a transformation such as remat hands all variables on as new values, so
+    that comparing them before and after would take each for changed.
+    """
+
+    def __init__(self, model: Any):
+        from flax import nnx
+
+        self.draws, self.updated = 0, False
+        for _, node in nnx.iter_graph(model):
+            hook = (
+                self._on_statistic
+                if isinstance(node, nnx.BatchStat)
+                else self._on_count
+                if isinstance(node, nnx.RngCount)
+                else None
+            )
+            if hook is not None:
+                own = node.get_metadata().get("on_set_value", ())
+                own = own if isinstance(own, tuple) else (own,)
+                node.set_metadata(on_set_value=(*own, hook))
+
+    def _on_statistic(self, variable: Any, value: Any) -> Any:
+        del variable
+        self.updated = True
+        return value
+
+    def _on_count(self, variable: Any, value: Any) -> Any:
+        # split_rngs draws a key for each layer of a stack, whether or not a layer uses it, and then
+        # gives the count an axis: such a draw is none of the model's.
+        before, after = jnp.ndim(variable.get_value()), jnp.ndim(value)
+        self.draws += 1 if after == before else -1 if after > before else 0
+        return value
+
+
+def _shapes(outputs: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(jnp.shape(leaf) for leaf in jax.tree.leaves(outputs))
 
 
 _NOTED = "boostax_outputs"
@@ -140,7 +203,7 @@ def _noting_class(base: type) -> type:
         earlier = getattr(self, _NOTED, None)
         # A variable, so that nnx's own transformations hand it on.
         outputs = (*(() if earlier is None else earlier.get_value()), output)
-        setattr(self, _NOTED, nnx.Intermediate(outputs))
+        setattr(self, _NOTED, nnx.Intermediate(outputs, shapes=_shapes(outputs)))
         return output
 
     return type(base.__name__, (base,), {"__call__": __call__, "__module__": base.__module__})
@@ -181,13 +244,11 @@ def _linen_run(model: Any, path: str, variables: Any) -> tuple[Any, Run]:
                 **kwargs,
             )
         except (errors.ModifyScopeVariableError, errors.InvalidRngError) as error:
-            raise ValueError(
-                f"{_NAME}: the linen model runs as in training (it changes its state or draws random "
-                "numbers); tell it that it does not, by kwargs={'train': False} or what its call takes"
-            ) from error
+            raise ValueError(_TRAINS) from error
         if path not in seen:
             _raise_unknown(path, seen)
-        node: Any = found["intermediates"]
+        # A stacked layer's are lost inside, and where it is the only one there is no collection.
+        node: Any = found.get("intermediates", {})
         for part in filter(None, path.split("/")):
             node = node.get(part, {})
         return node.get("__call__", ())

@@ -119,6 +119,57 @@ def test_arguments_of_the_call(nnx_model):
     np.testing.assert_allclose(double, normalised(2 * nnx_model.blocks[0](X)), rtol=1e-5, atol=1e-5)
 
 
+class Told(nnx.Module):
+    """Told in its call whether it trains; its stack draws keys for all layers in any case."""
+
+    def __init__(self, kind, rngs):
+        self.noise, self.rngs = kind == "dropout", rngs
+        self.norm = nnx.BatchNorm(2, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5)
+        self.out = nnx.Linear(2, 2, rngs=rngs)
+        make = nnx.vmap(lambda rngs: nnx.Linear(2, 2, rngs=rngs))
+        self.stack = nnx.split_rngs(splits=3)(make)(rngs)
+
+    def __call__(self, x, train=True):
+        if not self.noise:
+            x = nnx.remat(lambda layer, x: layer(x, use_running_average=not train))(self.norm, x)
+
+        @nnx.split_rngs(splits=3)
+        @nnx.scan(in_axes=(nnx.Carry, 0, 0), out_axes=nnx.Carry)
+        def layers(x, layer, rngs):
+            return dropout(layer(x), deterministic=not (train and noise), rngs=rngs)
+
+        dropout, noise = self.dropout, self.noise
+        return self.out(layers(x, self.stack, self.rngs))
+
+
+@pytest.mark.parametrize("kind", ["norm", "dropout"])
+def test_an_nnx_model_that_is_told_in_its_call(kind):
+    model, x = Told(kind, nnx.Rngs(0)), X[:, 0, 0]
+    trains = feature_tap(model, "out")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"runs as in training .*kwargs=\{'train': False\}"):
+            jax.eval_shape(trains, x)
+    got = jax.eval_shape(feature_tap(model, "out", kwargs={"train": False}), x)
+    assert got.shape == (3, 2)
+    with pytest.raises(ValueError, match="'stack' runs inside scan or vmap"):
+        jax.eval_shape(feature_tap(model, "stack", kwargs={"train": False}), x)
+
+
+class Stacked(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        stack = nn.vmap(nn.Dense, {"params": 0}, {"params": True}, in_axes=None, axis_size=2)
+        return stack(3, name="stack")(x).sum(0)
+
+
+def test_what_linen_stacks():
+    variables = jax.eval_shape(Stacked().init, jax.random.key(0), X)
+    tap = feature_tap(Stacked(), "stack", variables)
+    with pytest.raises(ValueError, match=r"'stack' was not called .* inside scan, vmap"):
+        jax.eval_shape(tap.func, variables, X)
+
+
 def test_only_what_is_needed_is_compiled():
     deep = nn.Sequential([nn.Dense(8), *[nn.Dense(256) for _ in range(3)]])
     x = jnp.ones((4, 8))
@@ -151,6 +202,10 @@ def test_errors(linen, nnx_model):
         feature_tap(nnx_model, "norm", variables)
     with pytest.raises(TypeError, match="nnx or a linen module, got function"):
         feature_tap(lambda x: x, "norm")
+    with pytest.raises(TypeError, match="flatten must be True or False, got 'no'"):
+        feature_tap(nnx_model, "norm", flatten="no")
+    with pytest.raises(TypeError, match=r"kwargs must be None or a dict of keywords, got \[1\]"):
+        feature_tap(nnx_model, "norm", kwargs=[1])
     with pytest.raises(TypeError, match="path must be text"):
         feature_tap(nnx_model, ("norm",))
     with pytest.raises(TypeError, match="call must be None or an int"):

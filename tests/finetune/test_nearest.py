@@ -148,8 +148,8 @@ def test_the_other_byte_order(dtype, tmp_path):
     target = rng.integers(0, 100, size=(7, 5)).astype(dtype)
     np.save(tmp_path / "source.npy", source)
     far = brute_force(source, target, "euclidean")
-    for given in (source, tmp_path / "source.npy", [source[:11], source[11:]]):
-        check(nearest_source_subset(given, target, 3, block=16), far, 3)
+    for where in (source, tmp_path / "source.npy", [source[:11], source[11:]]):
+        check(nearest_source_subset(where, target, 3, block=16), far, 3)
     edges = histogram_edges(source, 2)
     np.testing.assert_array_equal(edges, histogram_edges(source.astype(np.float32), 2))
     np.testing.assert_array_equal(
@@ -264,10 +264,10 @@ def test_errors():
         nearest_source_subset([source, source[:, :4]], target, 3)
     with pytest.raises(ValueError, match="k is up to 41, but there are only 40 source examples"):
         nearest_source_subset(source, target, 41)
-    for given in (source, [source], iter([source[:9], source[9:]])):
+    for where in (source, [source], iter([source[:9], source[9:]])):
         # Told before anything of that size is made.
         with pytest.raises(ValueError, match=f"k is up to {2**31 - 1}, but there are only 40"):
-            nearest_source_subset(given, target, 2**31 - 1)
+            nearest_source_subset(where, target, 2**31 - 1)
     with pytest.raises(ValueError, match=r"k must be below 2\*\*31, got 4294967297"):
         nearest_source_subset(source, target, [2**32 + 1] * 7)
     with pytest.raises(ValueError, match=r"must be a matrix .* got shape \(0, 5\)"):
@@ -286,12 +286,10 @@ def test_errors():
         nearest_source_subset(source, target, 3, metric="cosin")
     with pytest.raises(ValueError, match=r"metric must be one of .* got \['cosine'\]"):
         nearest_source_subset(source, target, 3, metric=["cosine"])
-    for traced in ("source_features", "target_features"):
-        arguments = {"source_features": source, "target_features": target}
-        with pytest.raises(TypeError, match=f"{traced} is traced: call this outside jit"):
-            jax.eval_shape(
-                lambda x, name=traced: nearest_source_subset(**arguments | {name: x}, k=3), source
-            )
+    with pytest.raises(TypeError, match="source_features is traced: call this outside jit"):
+        jax.eval_shape(lambda x: nearest_source_subset(x, target, 3), source)
+    with pytest.raises(TypeError, match="target_features is traced: call this outside jit"):
+        jax.eval_shape(lambda x: nearest_source_subset(source, x, 3), target)
     with pytest.raises(ValueError, match="k must be >= 1, got 0"):
         nearest_source_subset(source, target, 0)
     with pytest.raises(ValueError, match="k is 0 for every target"):
