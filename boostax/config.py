@@ -147,8 +147,8 @@ class BoostConfig(pydantic.BaseModel):
           defaults: whether to write the keys that were not given as well. Default True.
 
         Example:
-          >>> BoostConfig().to_dict()["less_bn"]
-          {'fn_flag': True, 'gc_flag': True}
+          >>> BoostConfig(less_bn={"gc_flag": False}).to_dict(defaults=False)
+          {'less_bn': {'gc_flag': False}}
         """
         result: dict[str, Any] = {}
         for section in SECTIONS:
