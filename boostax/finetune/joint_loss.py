@@ -10,6 +10,8 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 
 from boostax.errors import did_you_mean
 from boostax.training._arguments import merge_state
@@ -59,13 +61,15 @@ def joint_loss(
         loss or ``(loss, LossAux)``. With ``forward``: ``source_loss(outputs, batch["source"])``, where
         the outputs are the rows of the source.
       target_loss: the same for the target.
-      weights: w_s and w_t, finite numbers >= 0, not both 0. Default (1.0, 1.0).
+      weights: w_s and w_t, finite numbers >= 0, not both 0; numpy's and JAX's scalars too. Default
+        (1.0, 1.0).
       statistics: whose batch statistics are kept in two passes: ``"target"``, ``"source"``, or
         ``"both"``: the target's update on top of the source's. Default None: ``"target"``, by which the
         target was normalised in training. Not beside ``forward``.
       forward: ``forward(params, inputs, *, model_state, rng) -> outputs`` (nnx: the model in place of
-        params) runs the network once, with both heads; or ``-> (outputs, model_state)``, with linen's
-        changed collections as a dict. Default None: two passes.
+        params) runs the network once, with both heads; outputs is any pytree of arrays with the
+        inputs' leading axis. A forward that declares ``model_state`` may return ``(outputs,
+        model_state)``, with linen's changed collections as a dict. Default None: two passes.
       inputs: with ``forward``, the key of the inputs in both parts, or a function from a part to its
         inputs; their leaves are joined along the leading axis. Default ``"x"``.
 
@@ -77,7 +81,8 @@ def joint_loss(
 
     Raises:
       TypeError: an argument has a wrong type, or a part does not fit the contract.
-      ValueError: weights or an option out of range; when it runs: a batch without the two parts.
+      ValueError: weights or an option out of range; when it runs: a batch without the two parts or
+        without the inputs, outputs of another leading size, or a part's own metric ``"loss"``.
 
     Example:
       >>> import jax.numpy as jnp, optax, boostax
@@ -131,7 +136,13 @@ def joint_loss(
         # A part without weight is left out: 0 times infinity is no 0.
         terms = [share[name] * losses[name] for name in _SIDES if share[name]]
         metrics = {f"{name}/loss": losses[name] for name in _SIDES}
-        metrics |= {f"{n}/{key}": v for n in _SIDES for key, v in auxes[n].metrics.items()}
+        for name in _SIDES:
+            if "loss" in auxes[name].metrics:
+                raise ValueError(
+                    f"{_NAME}: {name}_loss returned a metric 'loss', but '{name}/loss' is the loss "
+                    "itself; give it another name"
+                )
+            metrics |= {f"{name}/{key}": value for key, value in auxes[name].metrics.items()}
         own = {name: auxes[name].aux for name in _SIDES}
         return sum(terms[1:], terms[0]), LossAux(
             model_state=changed,
@@ -175,16 +186,33 @@ def _two_passes(
 def _one_pass(
     parts: Mapping[str, Any], forward: Any, keywords: frozenset[str], inputs: Inputs
 ) -> Callable[..., Any]:
-    take = (lambda part: part[inputs]) if isinstance(inputs, str) else inputs
+    def take(name: str, part: Any) -> Any:
+        if callable(inputs):
+            return inputs(part)
+        if not isinstance(part, Mapping) or inputs not in part:
+            got = sorted(map(str, part)) if isinstance(part, Mapping) else type(part).__name__
+            raise ValueError(
+                f"{_NAME}: the {name}'s part has no key {inputs!r}, got {got}; inputs= names the key of "
+                "the inputs, or is a function from a part to them"
+            )
+        return part[inputs]
 
     def run(params: Any, batch: Any, model_state: Any, rng: Any) -> Any:
-        both = [take(batch[name]) for name in _SIDES]
-        size = jax.tree.leaves(both[0])[0].shape[0]
+        both = [take(name, batch[name]) for name in _SIDES]
+        size, more = (jax.tree.leaves(part)[0].shape[0] for part in both)
         joined = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *both)
         given = {"model_state": model_state, "rng": rng}
         outputs, changed = forward(params, joined, **{k: given[k] for k in keywords}), None
-        if isinstance(outputs, tuple):
+        if "model_state" in keywords and _has_state(outputs, model_state):
             outputs, changed = outputs
+        for path, leaf in jax.tree_util.tree_leaves_with_path(outputs):
+            if jnp.shape(leaf)[:1] != (size + more,):
+                raise ValueError(
+                    f"{_NAME}: forward must return outputs with the inputs' leading axis of "
+                    f"{size + more}, got the shape {jnp.shape(leaf)} at outputs"
+                    f"{jax.tree_util.keystr(path)}; a changed model_state is returned as (outputs, "
+                    "model_state), by a forward that declares model_state"
+                )
         rows = {
             "source": jax.tree.map(lambda leaf: leaf[:size], outputs),
             "target": jax.tree.map(lambda leaf: leaf[size:], outputs),
@@ -203,6 +231,14 @@ def _one_pass(
         return losses, auxes, changed
 
     return run
+
+
+def _has_state(outputs: Any, model_state: Any) -> bool:
+    """Tell whether forward returned ``(outputs, collections)``, and not a pair of outputs."""
+    if not (isinstance(outputs, tuple) and len(outputs) == 2 and isinstance(outputs[1], Mapping)):
+        return False
+    new = set(outputs[1])
+    return not new or not model_state or bool(new & set(model_state))
 
 
 def _declare(loss: Any, keywords: frozenset[str]) -> None:
@@ -229,14 +265,22 @@ def _check_batch(batch: Any) -> None:
 
 
 def _weights(weights: Any) -> dict[str, float]:
+    if isinstance(weights, (np.ndarray, jax.Array)) and not isinstance(weights, Tracer):
+        weights = np.asarray(weights).tolist()
     if not isinstance(weights, (tuple, list)) or len(weights) != 2:
         raise TypeError(f"{_NAME}: weights must be two numbers (source, target), got {weights!r}")
+    share = {}
     for name, value in zip(_SIDES, weights, strict=True):
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            raise TypeError(f"{_NAME}: the {name}'s weight must be a number, got {value!r}")
-        if not 0 <= float(value) < math.inf:
+        known = value
+        if isinstance(value, (np.generic, np.ndarray, jax.Array)) and not isinstance(value, Tracer):
+            known = np.asarray(value).tolist()
+        if isinstance(known, bool) or not isinstance(known, numbers.Real):
+            raise TypeError(
+                f"{_NAME}: the {name}'s weight must be a number that does not change, got {value!r}"
+            )
+        if not 0 <= float(known) < math.inf:
             raise ValueError(f"{_NAME}: the {name}'s weight must be finite and >= 0, got {value}")
-    share = {name: float(value) for name, value in zip(_SIDES, weights, strict=True)}
+        share[name] = float(known)
     if not any(share.values()):
         raise ValueError(f"{_NAME}: both weights are 0; give at least one above 0")
     return share

@@ -150,6 +150,40 @@ def test_nnx_one_pass():
     assert_statistics({"mean": model.norm.mean[...], "var": model.norm.var[...]}, [joined])
 
 
+@pytest.mark.parametrize("second", ["array", "mapping", "three"])
+@pytest.mark.parametrize("stateful", [False, True])
+def test_one_pass_of_a_network_that_returns_a_tuple(second, stateful):
+    def heads(x):
+        last = {"out": 3 * x} if second == "mapping" else 3 * x
+        return (2 * x, last, x) if second == "three" else (2 * x, last)
+
+    def with_state(params, x, *, model_state):
+        return heads(x), {"count": model_state["count"] + 1}
+
+    def outputs_alone(params, x, *, model_state):
+        return heads(x)
+
+    def target_loss(out, batch):
+        return jnp.mean(out[1]["out"] if second == "mapping" else out[1])
+
+    batch = {"source": {"x": jnp.ones(3)}, "target": {"x": jnp.full(2, 5.0)}}
+    source_loss = lambda out, batch: jnp.mean(out[0])
+    for forward in (with_state, outputs_alone) if stateful else (lambda params, x: heads(x),):
+        loss_fn = joint_loss(source_loss, target_loss, forward=forward)
+        given = {"model_state": {"count": jnp.int32(4)}} if stateful else {}
+        value, aux = loss_fn(jnp.float32(0), batch, **given)
+        assert float(value) == 2 + 15
+        assert aux.model_state == ({"count": 5} if forward is with_state else None)
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.array, jnp.float32])
+def test_weights_of_other_libraries(kind):
+    batch = {"source": jnp.ones(3), "target": jnp.full(2, 4.0)}
+    for weights in ((kind(0.5), kind(2.0)), np.array([0.5, 2.0])):
+        loss_fn = joint_loss(lambda p, b: p, lambda p, b: jnp.mean(b), weights=weights)
+        assert float(loss_fn(jnp.float32(1), batch)[0]) == 8.5
+
+
 def test_heads_get_the_gradient_of_their_own_loss(variables):
     loss_fn = joint_loss(linen_loss("source"), linen_loss("target"), weights=(3.0, 1.0))
     state = {"batch_stats": variables["batch_stats"]}
@@ -294,14 +328,29 @@ def test_errors():
     loss = lambda p, b: jnp.mean(p * b)
     aux = lambda p, b: (loss(p, b), LossAux(model_state={}))
     good = {"source": jnp.ones(2), "target": jnp.ones(2)}
+    own = lambda p, b: (loss(p, b), LossAux(metrics={"loss": p}))
+    pair = lambda p, x: (x, p)
+    images = {side: {"image": leaf} for side, leaf in good.items()}
     with pytest.raises(ValueError, match=r"a batch must be .* got the keys \['x', 'y'\]"):
         joint_loss(loss, loss)(jnp.float32(1), {"x": 1, "y": 2})
     with pytest.raises(ValueError, match=r"a batch must be .*tuple"):
         joint_loss(loss, loss)(jnp.float32(1), (1, 2))
     with pytest.raises(TypeError, match="weights must be two numbers"):
         joint_loss(loss, loss, weights=1.0)
-    with pytest.raises(TypeError, match="the target's weight must be a number, got '1'"):
+    with pytest.raises(TypeError, match=r"the target's weight must be a number .* got '1'"):
         joint_loss(loss, loss, weights=(1, "1"))
+    with pytest.raises(TypeError, match=r"the source's weight must be a number .* got .*True"):
+        joint_loss(loss, loss, weights=(np.bool_(True), 1))
+    with pytest.raises(
+        TypeError, match="the source's weight must be a number that does not change"
+    ):
+        jax.eval_shape(lambda w: joint_loss(loss, loss, weights=(w, 1))(w, good), jnp.float32(1))
+    with pytest.raises(ValueError, match="target_loss returned a metric 'loss', but 'target/loss'"):
+        joint_loss(loss, own)(jnp.float32(1), good)
+    with pytest.raises(ValueError, match=r"the source's part has no key 'x', got \['image'\]"):
+        joint_loss(loss, loss, forward=lambda p, x: x)(jnp.float32(1), images)
+    with pytest.raises(ValueError, match=r"leading axis of 4, got the shape \(\) at outputs\[1\]"):
+        joint_loss(loss, loss, forward=pair, inputs=lambda b: b)(jnp.float32(1), good)
     with pytest.raises(ValueError, match="the source's weight must be finite and >= 0, got -1"):
         joint_loss(loss, loss, weights=(-1, 1))
     with pytest.raises(ValueError, match="both weights are 0"):
