@@ -1,6 +1,7 @@
 """The search for the nearest source examples against one matrix product and ``lax.top_k``.
 
     python benchmarks/finetune.py
+    python benchmarks/finetune.py --corners    # few targets, many neighbours
     python benchmarks/finetune.py --large      # 1M x 10k x 512, streamed from a .npy file
 
 Both search the same arrays in turn, round after round: ours in blocks, the other one with all
@@ -39,6 +40,12 @@ SHAPES = (
     (65_536, 1_024, 512, 100),
     (65_536, 1_024, 64, 10),
     (20_000, 4_096, 128, 10),
+)
+# Where searching in blocks costs most: little product for each row that is prepared, or a large merge.
+CORNERS = (
+    (65_536, 64, 64, 10),
+    (65_536, 8, 512, 10),
+    (65_536, 256, 64, 1_000),
 )
 BLOCK = 8192
 
@@ -82,12 +89,13 @@ def cost_of_ours(source: Any, target: Any, k: int, metric: str) -> dict[str, flo
     }
 
 
-def compare(repeats: int) -> dict[str, Any]:
+def compare(repeats: int, corners: bool) -> dict[str, Any]:
     """Time both on every shape and metric, print a table, and return the numbers."""
     rng = np.random.default_rng(0)
     rows, results = [], {}
-    cases = [(shape, "euclidean") for shape in SHAPES]
-    cases += [(SHAPES[0], metric) for metric in ("cosine", "symmetric_kl")]
+    cases = [(shape, "euclidean") for shape in (CORNERS if corners else SHAPES)]
+    if not corners:
+        cases += [(SHAPES[0], metric) for metric in ("cosine", "symmetric_kl")]
     for (n, m, d, k), metric in cases:
         draw = lambda count, d=d: jnp.asarray(rng.uniform(0.1, 1.0, (count, d)), jnp.float32)
         source, target = draw(n), draw(m)
@@ -146,6 +154,7 @@ def large(sources: int, targets: int, width: int, k: int) -> dict[str, Any]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=7, help="rounds that count")
+    parser.add_argument("--corners", action="store_true", help="few targets, many neighbours")
     parser.add_argument("--large", action="store_true", help="stream 1M x 10k x 512 from a file")
     parser.add_argument("--sources", type=int, default=1_000_000, help="of --large")
     parser.add_argument("--targets", type=int, default=10_000, help="of --large")
@@ -154,6 +163,6 @@ if __name__ == "__main__":
     if arguments.large:
         numbers = large(arguments.sources, arguments.targets, 512, 10)
     else:
-        numbers = compare(arguments.repeats)
+        numbers = compare(arguments.repeats, arguments.corners)
     if arguments.out is not None:
         _measure.write_results(arguments.out, numbers)
