@@ -11,7 +11,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 
-from boostax.models._surgery_linen import flag, is_claimed, path_of
+from boostax.models._surgery_linen import flag_trace, is_claimed, path_of
 
 __all__ = ["CalledLayer", "called_layers", "init_call", "split_arrays", "watched"]
 
@@ -65,7 +65,7 @@ def init_call(
 
         def run(bound: nn.Module) -> Any:
             # Every trace anew: what nn.jit kept of another one was not watched.
-            flag(bound, object())
+            flag_trace(bound)
             return getattr(bound, method or "__call__")(*args, **kwargs)
 
         return nn.init_with_output(run, model)(keys)

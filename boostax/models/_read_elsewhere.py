@@ -18,7 +18,7 @@ from flax import nnx
 
 from boostax.models._calls import split_arrays, watched
 from boostax.models._kinds import kind_of
-from boostax.models._surgery_linen import flag
+from boostax.models._surgery_linen import flag_trace
 from boostax.models._surgery_nnx import named_modules
 
 __all__ = ["read_elsewhere"]
@@ -76,7 +76,7 @@ def _linen_run(
         return out if kind_of(layer) is None else _replaced(out, (args, kwargs))
 
     def bound(module: nn.Module) -> Any:
-        flag(module, object())
+        flag_trace(module)
         return getattr(module, name)(*args, **kwargs)
 
     def run(variables: Any) -> Any:

@@ -20,7 +20,7 @@ from typing import Any
 import flax.linen as nn
 from flax.core import freeze
 
-__all__ = ["Rule", "Substitute", "flag", "is_claimed", "path_of", "rewrite"]
+__all__ = ["Rule", "Substitute", "flag", "flag_trace", "is_claimed", "path_of", "rewrite"]
 
 # What a rule does in place of a layer: ``run(layer, call, *args, **kwargs)``, where ``layer`` is
 # the bound module and ``call(*args, **kwargs)`` runs it as it was. Hashable.
@@ -242,3 +242,12 @@ def flag(module: nn.Module, token: Any) -> None:
     there: tuple[Any, ...] = scope.flags.get("boostax_rewritten", ())  # pyright: ignore[reportAssignmentType]
     if token not in there:
         scope.flags = freeze({**scope.flags, "boostax_rewritten": (*there, token)})
+
+
+def flag_trace(module: nn.Module) -> None:
+    """Flag a bound module as no other trace has, so that ``nn.jit`` traces all of it anew.
+
+    A number of its own, not an object: ``nn.jit`` compares hashes, and objects get the place in memory,
+    and so the hash, of others that are gone.
+    """
+    flag(module, next(_TOKENS))
