@@ -47,9 +47,10 @@ def linen_step(
 
     def program(dtype: str, donate: bool) -> Program:
         step = boostax.train_step(loss, tx(), has_aux=True, donate=donate, **settings)
+        held = _linen_variables(variables_of, dtype)  # here, since init may be traced
 
         def init() -> Any:
-            variables = fresh(_linen_variables(variables_of, dtype))
+            variables = fresh(held)
             return step.init(
                 variables["params"], model_state={"batch_stats": variables["batch_stats"]}
             )
