@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -16,7 +15,12 @@ from boostax._tree import PathPattern, check_matched, leaf_paths, matches
 from boostax.errors import did_you_mean
 from boostax.gradients._plan import Plan, make_plan
 from boostax.gradients.layers import CapturedLayers
-from boostax.training.contract import CanonicalLoss, canonical_loss, declared_keywords
+from boostax.training.contract import (
+    CanonicalLoss,
+    canonical_loss,
+    declared_keywords,
+    first_result,
+)
 
 __all__ = ["capture_layers"]
 
@@ -208,14 +212,7 @@ class _Forms:
 
     def look(self, params: Any, batch: Any, model_state: Any, rng: Any) -> bool:
         """Say whether the loss returns something beside its value."""
-        seen: list[bool] = []
-
-        def loss_fn(*args: Any, **keywords: Any) -> Any:
-            output = self.loss_fn(*args, **keywords)
-            seen.append(isinstance(output, tuple))
-            return output[0] if seen[-1] else output
-
-        functools.update_wrapper(loss_fn, self.loss_fn)
+        loss_fn, seen = first_result(self.loss_fn)
         loss, values, state = _Forms(loss_fn, False, self.wrt)(params)
         jax.eval_shape(loss, values, model_state if state is None else state, batch, rng)
         return seen[-1]

@@ -8,6 +8,7 @@ canonical form ``(params, model_state, batch, rng) -> (loss, LossAux)``.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -25,6 +26,7 @@ __all__ = [
     "batch_sizes",
     "canonical_loss",
     "declared_keywords",
+    "first_result",
     "weight_of",
     "with_parts",
 ]
@@ -131,6 +133,21 @@ def canonical_loss(
         )
 
     return loss
+
+
+def first_result(loss_fn: Callable[..., Any]) -> tuple[Callable[..., Any], list[bool]]:
+    """Return a loss function without what it returns beside the loss, and a list.
+
+    Each call appends whether there was something.
+    """
+    seen: list[bool] = []
+
+    def alone(*args: Any, **keywords: Any) -> Any:
+        output = loss_fn(*args, **keywords)
+        seen.append(isinstance(output, tuple))
+        return output[0] if seen[-1] else output
+
+    return functools.update_wrapper(alone, loss_fn), seen
 
 
 def check_output(

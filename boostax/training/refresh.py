@@ -32,7 +32,7 @@ from boostax.training.batch_stats import (
     thread,
     unknown_momenta,
 )
-from boostax.training.contract import canonical_loss, check_output, declared_keywords, weight_of
+from boostax.training.contract import canonical_loss, declared_keywords, first_result, weight_of
 from boostax.training.state import TrainState
 
 __all__ = ["refresh_batch_statistics"]
@@ -218,26 +218,17 @@ class _Forward:
     def _canonical(self, params: Any, state: Any, batch: Any, rng: Any) -> Callable[..., Any]:
         if self._has_aux is None:
             self._has_aux = self._returns_aux(params, state, batch, rng)
+        return self._form(self._loss_fn, self._has_aux)
+
+    def _form(self, loss_fn: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
         if self._nnx is not None:
-            return self._nnx.canonical_loss(self._loss_fn, self._has_aux)
-        return canonical_loss(self._loss_fn, has_aux=self._has_aux, argument=f"{_NAME}: loss_fn")
+            return self._nnx.canonical_loss(loss_fn, has_aux)
+        return canonical_loss(loss_fn, has_aux=has_aux, argument=f"{_NAME}: loss_fn")
 
     def _returns_aux(self, params: Any, state: Any, batch: Any, rng: Any) -> bool:
-        found = False
-
-        def look(params: Any, state: Any, batch: Any, rng: Any) -> None:
-            nonlocal found
-            given = {"model_state": state, "rng": rng}
-            given = {k: given[k] for k in declared_keywords(self._loss_fn)}
-            if self._nnx is not None:
-                given.pop("model_state", None)
-                params = self._nnx.merge(params, state)
-            output = self._loss_fn(params, batch, **given)
-            found = isinstance(output, tuple)
-            check_output(output, found, f"{_NAME}: loss_fn")
-
-        jax.eval_shape(look, params, state, batch, rng)
-        return found
+        loss_fn, seen = first_result(self._loss_fn)
+        jax.eval_shape(self._form(loss_fn, False), params, state, batch, rng)
+        return seen[-1]
 
 
 def _moving(forward: _Forward, start: Any, batch: Any, rng: Any) -> tuple[int, ...]:
