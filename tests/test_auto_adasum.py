@@ -138,7 +138,7 @@ def test_o2_trains_as_the_chain_made_by_hand(size):
     if size is not None:
         config["common"] = {"device_number": size}
     boost = AutoBoost("O2", config)
-    assert boost.enabled == ("grad_freeze", "adasum", "centralize")
+    assert boost.enabled == ("less_bn", "grad_freeze", "adasum", "centralize")
     params = layers()
     step = boost.train_step(tanh_net, boost.optimizer(optax.sgd(0.1, 0.9), params))
     by_hand = boostax.train_step(tanh_net, frozen(params, exchange(size)), mesh=data_mesh(size))

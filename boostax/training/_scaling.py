@@ -130,7 +130,8 @@ def with_gradient(value_fn: Callable[[Any], Any], grad_fn: Callable[[Any], Any])
 def _times(param: Any, grad: Any, cotangent: Any) -> Any:
     if not jnp.issubdtype(jnp.result_type(param), jnp.inexact):
         return np.zeros(jnp.shape(param), jax.dtypes.float0)
-    return (grad * cotangent.astype(grad.real.dtype)).astype(jnp.result_type(param))
+    # optax hands a Python number over as the cotangent.
+    return (grad * jnp.asarray(cotangent, grad.real.dtype)).astype(jnp.result_type(param))
 
 
 def blame(
