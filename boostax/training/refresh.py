@@ -111,7 +111,6 @@ def refresh_batch_statistics(
             "holds them: the train state, the nnx model, or model_state="
         )
     window, moving, momenta, state = init_window(start), (), None, start
-    weigh = jax.jit(lambda *arguments: forward(*arguments)[0])
 
     @jax.jit
     def add(params: Any, window: Any, state: Any, batch: Any, rng: Any) -> tuple[Any, Any]:
@@ -122,7 +121,7 @@ def refresh_batch_statistics(
     for count, batch in enumerate(_checked(batches)):
         key = forward.key(count)
         if momenta is None:
-            if not float(weigh(forward.params, start, batch, key)) > 0:
+            if not float(forward.compiled(forward.params, start, batch, key)[0]) > 0:
                 continue  # nothing can be learned from it, and it may hold anything
             moving = _moving(forward, start, batch, key)
             momenta = _momenta(forward, start, moving, batch, key, batch_norm_momentum)
