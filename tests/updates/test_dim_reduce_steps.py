@@ -227,3 +227,4 @@ def test_what_would_move_the_accepted_point_is_refused(around, message):
     with pytest.raises(ValueError, match=message):
         boostax.train_step(plain.loss, around(tx))
     boostax.train_step(plain.loss, optax.chain(optax.clip(1.0), tx, optax.identity()))
+    boostax.train_step(plain.loss, boostax.accumulate(tx, 1))
